@@ -24,7 +24,7 @@ help:
 	@echo "make gpu    run every part on this machine's GPUs in ten minutes; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
 	@echo "make light  only the tests that need no torch"
-	@echo "make mutants  change planning in 200 small places; does a light test see each?"
+	@echo "make mutants  change planning, checkpoints, data and the loss split in 380 small places; does a test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
 	@echo "make clean  remove .venv, caches and builds"
 
@@ -67,10 +67,22 @@ $(NEWEST)/.smoke:
 light: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
 
+# $(call mutate,NAME,NUMBER,SOURCES,TESTS)
+define mutate
+	$(BIN)/python tests/mutation/run.py draw $(3) --number $(2) --seed 30 > build/mutants-$(1).json
+	$(BIN)/python tests/mutation/run.py run build/mutants-$(1).json --tests $(4) --output build/mutants-$(1)-result.json
+endef
+CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py $(addprefix tests/cpu/test_checkpoint,_parts.py .py _damage.py)
+DATA_TESTS := $(addprefix tests/light/test_,data_figures.py batches.py corpus_writer.py) \
+	$(addprefix tests/cpu/test_,data.py data_layouts.py data_lengths.py data_show.py data_tables.py data_vocabulary.py chat_content.py chat_data.py unknown_tokens.py)
+LOSS_SPLIT := $(addprefix src/upshift/training/hf_trainer/loss_,split.py state.py)
+
 mutants: $(VENV)/.dev
 	mkdir -p build
-	$(BIN)/python tests/mutation/run.py draw src/upshift/planning --number 200 --seed 30 > build/mutants.json
-	$(BIN)/python tests/mutation/run.py run build/mutants.json --tests tests/light --output build/mutants-result.json
+	$(call mutate,planning,200,src/upshift/planning,tests/light)
+	$(call mutate,checkpoint,60,src/upshift/training/checkpoint,$(CHECKPOINT_TESTS))
+	$(call mutate,data,60,src/upshift/training/data,$(DATA_TESTS))
+	$(call mutate,loss-split,60,$(LOSS_SPLIT),$(addprefix tests/cpu/test_loss_,split.py state.py))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

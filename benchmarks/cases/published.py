@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,25 @@ FULL = ("fp32", "tf32")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
-RANKED = {"": "tau of a model's rows", "sequence_length": "tau at one length"}  # rows among which plans are ranked by speed
+RANKED = {"": "order", "sequence_length": "order at one length"}  # rows among which plans are ranked by speed
+# The rows to which constants of planning/cost were fitted, by their source and model.
+FITTED = {
+    "mosaicml/llm-foundry": ("MPT-125m", "MPT-760m", "MPT-3b", "MPT-13b", "MPT-70b"),
+    "MooreThreads/SimuMax": ("Llama 3 70B, 12 layers",),
+}
+# What may differ between two rows of one run: a run whose memory was published in two kinds has a row for each.
+NOT_OF_A_RUN = ("memory_kind", "peak_gib", "quote", "notes", "path")
 
 
 @dataclass(frozen=True)
 class Scored:
     row: dict[str, Any]
-    speed: float | None  # predicted over measured
+    speed: float | None  # predicted over measured; None in every row of a run but the first
     memory: float | None
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.row["model"] in FITTED.get(self.row["source"], ())
 
 
 def read_rows(sources: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -95,12 +107,17 @@ def not_told(sources: tuple[str, ...]) -> dict[str, int]:
         if asked and row["method"] in ("pretrain", "full"):
             missing = [field for field in NEEDED if row[field] is None]
             if not row["verified"]:
-                reasons[f"{row['source']}: second hand"] += 1
+                reasons[f"{row['source']}: the measurement itself (quoted from elsewhere)"] += 1
             elif row["precision"] not in PRECISIONS:
-                reasons[f"{row['source']}: no plans in {row['precision']}"] += 1
+                reasons[f"{row['source']}: Upshift plans no {row['precision']}"] += 1
             elif missing:
-                reasons[f"{row['source']}: {', '.join(missing)} not told"] += 1
+                reasons[f"{row['source']}: {', '.join(missing)}"] += 1
     return dict(reasons)
+
+
+def skipped_table(reasons: dict[str, int]) -> str:
+    cells = [[count, *reason.partition(": ")[::2]] for reason, count in reasons.items()]
+    return format_table(("rows", "source", "what is missing"), cells, markdown=True) if cells else "None."
 
 
 def layout_of(row: dict[str, Any]) -> Layout:
@@ -189,6 +206,7 @@ def held_by(row: dict[str, Any], profile: ModelProfile) -> Candidate | None:
 
 def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[str, int]]:
     scored, skipped = [], defaultdict[str, int](int)
+    runs = set[str]()
     profiles: dict[str, ModelProfile | str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
@@ -212,10 +230,13 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 row["source"].split("/")[-1], plan=found.plan.model_dump(mode="json"), predicted=predicted,
                 measured=measured, details={"published": named, "terms": found.time.terms},
             )  # fmt: skip
+            run = json.dumps({key: value for key, value in row.items() if key not in NOT_OF_A_RUN}, sort_keys=True)
+            is_new = run not in runs
+            runs.add(run)
             scored.append(
                 Scored(
                     row,
-                    found.tokens_per_second / devices / speed if speed else None,
+                    found.tokens_per_second / devices / speed if speed and is_new else None,
                     held / memory if memory else None,
                 )
             )
@@ -234,50 +255,102 @@ def kendall_tau(pairs: list[tuple[float, float]]) -> float | None:
 
 
 def errors(ratios: list[float]) -> tuple[str, str, str, str]:
-    """Mean and median of |error|, the bias, and the worst, in percent."""
-    off = [ratio - 1 for ratio in ratios]
-    worst = max(off, key=abs)
-    size = [abs(error) for error in off]
-    figures = (statistics.mean(size), statistics.median(size), statistics.median(off), worst)
-    return tuple(f"{100 * figure:+.1f} %" if number > 1 else f"{100 * figure:.1f} %" for number, figure in enumerate(figures))  # type: ignore[return-value]
+    """Return the mean and the median of the errors' sizes, the median error and the worst error, in percent."""
+    signed = [ratio - 1 for ratio in ratios]
+    sizes = [abs(error) for error in signed]
+    worst = max(signed, key=abs)
+    return (
+        percent(statistics.mean(sizes)),
+        percent(statistics.median(sizes)),
+        f"{100 * statistics.median(signed):+.1f} %",
+        f"{100 * worst:+.1f} %",
+    )
 
 
-def tables(scored: list[Scored], *, markdown: bool) -> str:
-    parts = []
-    for title, pick, ranked in (("Speed", lambda s: s.speed, RANKED), ("Memory", lambda s: s.memory, {})):
-        groups = defaultdict[str, list[Scored]](list)
-        for one in scored:
-            if pick(one) is not None:
-                kind = f" ({one.row['memory_kind']})" if title == "Memory" else ""
-                groups[one.row["source"] + kind].append(one)
-                groups["all" + kind].append(one)
-        cells = [
-            [name, len(found), *errors([pick(one) for one in found]), *(tau(found, field) for field in ranked)]
-            for name, found in sorted(groups.items())
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def speed_table(scored: list[Scored], *, markdown: bool) -> str:
+    """Return the errors of speed by source, of all rows, and of the rows that no constant was fitted to."""
+    rows = [row for row in scored if row.speed is not None]
+    groups = {"all": rows}
+    groups |= {"not used for fitting": [row for row in rows if not row.is_fitted]}
+    groups |= {"used for fitting": [row for row in rows if row.is_fitted]}
+    groups |= by_name(rows, lambda row: row.row["source"])
+    cells = [
+        [
+            name,
+            len(group),
+            *errors([row.speed for row in group if row.speed is not None]),
+            *(tau(group, field) for field in RANKED),
         ]
-        header = ("source", "rows", "mean size of errors", "median size", "median error", "worst", *ranked.values())
-        parts.append(f"{title}, predicted against measured\n\n" + format_table(header, cells, markdown=markdown))
-    return "\n\n".join(parts)
+        for name, group in groups.items()
+        if group
+    ]
+    header = ("source", "runs", "mean error", "median error", "bias", "worst", *RANKED.values())
+    return format_table(header, cells, markdown=markdown)
 
 
-def tau(found: list[Scored], field: str) -> str:
-    """Each pair of rows of one model, and the same ``field``, ranked; the mean over such groups, weighed by their rows."""
+def memory_table(scored: list[Scored], *, markdown: bool) -> str:
+    """Return the errors of memory by the kind of memory and by source."""
+    rows = [row for row in scored if row.memory is not None]
+    groups = by_name(rows, lambda row: ("all", row.row["memory_kind"]))
+    groups |= by_name(rows, lambda row: (row.row["source"], row.row["memory_kind"]))
+    cells = [
+        [*name, len(group), *errors([row.memory for row in group if row.memory is not None])] for name, group in groups.items()
+    ]
+    return format_table(("source", "memory", "rows", "mean error", "median error", "bias", "worst"), cells, markdown=markdown)
+
+
+def by_name(rows: list[Scored], name_of: Callable[[Scored], Any]) -> dict[Any, list[Scored]]:
+    groups = defaultdict[Any, list[Scored]](list)
+    for row in rows:
+        groups[name_of(row)].append(row)
+    return dict(sorted(groups.items()))
+
+
+def summary(scored: list[Scored]) -> str:
+    """Return the result in two sentences."""
+    speeds = [row.speed for row in scored if row.speed is not None]
+    fresh = [row.speed for row in scored if row.speed is not None and not row.is_fitted]
+    sentences = []
+    if speeds:
+        mean, median, _, worst = errors(speeds)
+        sentences.append(
+            f"**Speed: half of {len(speeds)} predictions are within {median}. The mean error is {mean}, the worst {worst}.**"
+        )
+    if fresh:
+        mean, median, _, worst = errors(fresh)
+        sentences.append(
+            f"Among the {len(fresh)} runs that were not used for fitting, half are within {median}; the mean is {mean}."
+        )
+    kinds = by_name([row for row in scored if row.memory is not None], lambda row: row.row["memory_kind"])
+    medians = [f"{errors([row.memory for row in group if row.memory is not None])[1]} ({kind})" for kind, group in kinds.items()]
+    if medians:
+        sentences.append(f"Memory: half of the predictions are within {', '.join(medians)}.")
+    return "\n".join(sentences)
+
+
+def tau(scored: list[Scored], field: str) -> str:
+    """Return how well predictions rank the rows of one model that agree in ``field``: a mean weighted by the groups' rows."""
     groups = defaultdict[str, list[tuple[float, float]]](list)
-    for one in found:
-        speed = measured_speed(one.row)
-        if one.speed is not None and speed is not None:
-            model = {name: value for name, value in one.row["config"].items() if name not in POSITIONS}
-            groups[json.dumps([one.row["source"], model, one.row.get(field)])].append((one.speed * speed, speed))
+    for row in scored:
+        speed = measured_speed(row.row)
+        if row.speed is not None and speed is not None:
+            model = {name: value for name, value in row.row["config"].items() if name not in POSITIONS}
+            groups[json.dumps([row.row["source"], model, row.row.get(field)])].append((row.speed * speed, speed))
     values = [(value, len(pairs)) for pairs in groups.values() if (value := kendall_tau(pairs)) is not None]
     return f"{sum(v * n for v, n in values) / sum(n for _, n in values):.2f}" if values else ""
 
 
 def worst_rows(scored: list[Scored], *, markdown: bool, count: int) -> str:
     cells = []
-    for one in sorted(scored, key=lambda s: -max(abs((s.speed or 1) - 1), abs((s.memory or 1) - 1)))[:count]:
-        ratios = [f"{100 * (ratio - 1):+.0f} %" if ratio else "" for ratio in (one.speed, one.memory)]
-        cells.append([one.row["source"].split("/")[-1], one.row["host"], one.row["quote"][:90].replace("|", "/"), *ratios])
-    return format_table(("source", "host", "row", "speed", "memory"), cells, markdown=markdown)
+    for row in sorted(scored, key=lambda s: -max(abs((s.speed or 1) - 1), abs((s.memory or 1) - 1)))[:count]:
+        speed = f"{100 * (row.speed - 1):+.0f} %" if row.speed else ""
+        memory = f"{100 * (row.memory - 1):+.0f} % {row.row['memory_kind']}" if row.memory else ""
+        cells.append([row.row["source"].split("/")[-1], row.row["host"], row.row["quote"].replace("|", "/"), speed, memory])
+    return format_table(("source", "GPUs", "the published row", "speed", "memory"), cells, markdown=markdown)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -295,16 +368,18 @@ def main(arguments: list[str] | None = None) -> int:
     if speeds := [abs(one.speed - 1) for one in scored if one.speed is not None]:
         found = {"rows": len(speeds), "mean_error": statistics.mean(speeds), "median_error": statistics.median(speeds)}
         case.add("summary", plan={}, measured=None, details={"speed": found})
-    print(tables(scored, markdown=False), worst_rows(scored, markdown=False, count=25), sep="\n\n")
+    parts = (speed_table(scored, markdown=False), memory_table(scored, markdown=False))
+    print(*parts, worst_rows(scored, markdown=False, count=25), sep="\n\n")
     if options.write:
-        left = "\n".join(f"- {count}: {reason}" for reason, count in (skipped | not_told(sources)).items()) or "none"
-        asked = f" --sources {options.sources}" if sources else ""
-        options.write.write_text(
-            PAGE.format(
-                asked=asked, count=len(scored), skipped=left, tables=tables(scored, markdown=True),
-                worst=worst_rows(scored, markdown=True, count=len(scored)),
-            )
-        )  # fmt: skip
+        page = PAGE.format(
+            summary=summary(scored),
+            speed=speed_table(scored, markdown=True),
+            memory=memory_table(scored, markdown=True),
+            skipped=skipped_table(skipped | not_told(sources)),
+            worst=worst_rows(scored, markdown=True, count=len(scored)),
+            options=f" --sources {options.sources}" if sources else "",
+        )
+        options.write.write_text(page)
     print(json.dumps({"case": "published", "rows": len(scored)}))
     return 0 if scored else 1
 

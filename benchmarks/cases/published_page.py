@@ -1,36 +1,60 @@
 """The words of docs/accuracy_published.md."""
 
-PAGE = """# Accuracy against published measurements
+PAGE = """# Predictions against published measurements
 
-Made by `python benchmarks/cases/published.py{asked} --write docs/accuracy_published.md`. Each row of
-[benchmarks/published](../benchmarks/published/README.md) that says its layout was predicted from its config, its hardware's
-table row, its settings and what its source's program is documented to do
-([published_programs.py](../benchmarks/cases/published_programs.py)); errors are predicted / measured - 1. {count} rows. Rows of
-adapters are not among them. Left out:
+Other people measured how fast transformers train on GPUs and published the numbers. Upshift predicted the same runs from the
+model's config, the GPUs and the settings. This page compares the two. An error of +10 % means that the prediction is 10 % more
+than the measurement: more tokens per second, or more memory.
+
+{summary}
+
+These runs train whole models: none of them uses an adapter (LoRA). They ran in other programs, such as Megatron-LM, LLM Foundry
+and torchtitan. Upshift itself has not run on a GPU yet.
+
+## Speed
+
+{speed}
+
+- **Mean error** and **median error** are of the sizes of the errors. **Bias** is the median error with its sign.
+- **Order** says how well predictions rank the rows of one model (Kendall's tau): 1 is the measured order, 0 is no relation,
+  -1 is the reverse. Pairs of rows whose measured speeds differ by less than 2 % are not compared. **Order at one length** ranks
+  the rows of one sequence length, which often differ by a few percent only.
+- **Used for fitting**: some constants of the formulas were fitted to these rows. All other rows test the formulas.
+
+## Memory
+
+{memory}
+
+*Allocated* is what tensors take. *Reserved* is what PyTorch's allocator holds for them. *Device* is all memory in use on the GPU,
+with the CUDA context and other libraries.
+
+## How the runs were predicted
+
+- A prediction uses the row's settings and what its program is documented to do
+  ([published_programs.py](../benchmarks/cases/published_programs.py)). A program about which nothing is known is predicted as a
+  transformers model with its own loss.
+- Three factors of the A100 and three of the H100 were fitted to LLM Foundry's MPT-125M, 760M, 3B, 13B and 70B. So was the time
+  that ranks wait for the slowest node. The B200's factors were fitted to SimuMax's Llama 3 70B
+  ([rates.py](../src/upshift/planning/cost/rates.py)). No constant of memory was fitted.
+- SimuMax published some runs twice, once for each kind of memory. Their speed counts once. Its runs that differ in the number of
+  micro-batches only have one measurement of memory: 43 rows of allocated memory are 19 measurements.
+- bigscience (Megatron-DeepSpeed) and Calculon trained an older GPT that Upshift cannot divide over GPUs. GPT-NeoX of the same
+  size is predicted in its place. That prediction leaves out the time to move the attention scores, so it is too fast. bigscience
+  read its memory from nvidia-smi, in whole GB.
+- torchtune's runs were on one GPU with everything in bf16. Their other settings come from its notes.
+- MaxText's rows are of TPUs, for which Upshift plans no training.
+- Predicted inference is on [another page](inference_planning.md).
+
+## Rows left out
+
+A prediction needs every setting. These rows do not state one, or use what Upshift cannot plan:
 
 {skipped}
 
-Memory is that of a plan with the same choices: SimuMax ran Megatron-LM (bf16 weights, the rest by its distributed optimizer,
-words divided, fused kernels and loss), torchtitan keeps every second product of a recomputed layer and divides words. A source
-that says nothing is predicted as Hugging Face modules with their own loss. Reserved memory is the allocator's, without context
-and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/test_layouts.py). Rates of the A100 and H100
-were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
-(src/upshift/planning/cost/rates.py), and how long ranks wait for the slowest node on LLM Foundry's same five models; all other
-rows were in no fit, SimuMax's mixtures of experts among them, and nothing about memory was fitted. Of SimuMax's rows that differ
-in the number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
-
-bigscience (Megatron-DeepSpeed) and Calculon's restatement of Megatron-LM's table ran GPT with fused softmax over whole scores on
-A100; no Hugging Face class of theirs says how ranks divide it, so GPT-NeoX of the same widths is predicted, with attention as one
-kernel: what moving the scores takes is missing. bigscience's memory is whole "GB" of nvidia-smi, for the whole device. torchtune
-ran one device all in bf16; what its rows turned on beside is read from their notes. MaxText's rows are of TPUs, for which no
-training is planned. Inference (TensorRT-LLM and others): [inference_planning.md](inference_planning.md).
-
-tau is Kendall's, over pairs of rows whose measured speeds differ by more than 2 %: among all rows of a model, on any host and of
-any length, and among those of one length, which differ in the number of devices and in the micro-batch, mostly by a few percent.
-
-{tables}
-
-## The worst rows first
+## All rows, the worst first
 
 {worst}
+
+This page is made by `python benchmarks/cases/published.py{options} --write docs/accuracy_published.md`. The published numbers,
+with links to where they stand, are in [benchmarks/published](../benchmarks/published/README.md).
 """

@@ -145,6 +145,8 @@ class Check:
         self.environment = environment(detect())
         self.rows = read_part_rows(self.folder)
         check_earlier_rows(list(self.rows.values()), self.environment.host_fingerprint, options)
+        # Free memory decides the sizes, and it differs from run to run. Parts of one folder are compared, so all have one size.
+        self.free_bytes = next((row.free_bytes for row in self.rows.values() if row.free_bytes), gpus.free_bytes)
         self.hidden = hidden_texts(self.folder, ROOT)
 
     def run(self, parts: Sequence[Part]) -> None:
@@ -172,7 +174,7 @@ class Check:
         print(start_progress(part.name, limit), flush=True)
         request = {
             "part": part.name, "function": part.function, "folder": str(self.folder), "quick": self.options.quick,
-            "names": self.gpus.names if part.all_gpus else self.gpus.names[:1], "free_bytes": self.gpus.free_bytes,
+            "names": self.gpus.names if part.all_gpus else self.gpus.names[:1], "free_bytes": self.free_bytes,
         }  # fmt: skip
         paths = [str(Path(__file__).parent), str(CASES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         variables = {
@@ -190,7 +192,7 @@ class Check:
         row = PartRow(
             part=part.name, status=answer.status, seconds=round(seconds, 2), unit=answer.unit, predicted=answer.predicted,
             measured=answer.measured, reason=hide(answer.reason, self.hidden), quick=self.options.quick,
-            environment=self.environment, details=answer.details,
+            free_bytes=self.free_bytes, environment=self.environment, details=answer.details,
         )  # fmt: skip
         self.rows[part.name] = row
         append_part_row(self.folder, row)

@@ -55,6 +55,7 @@ class PartRow(Value):
     measured: float | None = None
     reason: str
     quick: bool
+    free_bytes: int = 0  # of the GPU that had least when the check began; it decides the sizes of all parts
     environment: Environment
     details: dict[str, Any] = {}
 

@@ -88,8 +88,9 @@ class Value(_Base):
         return cls.from_json(text, origin=str(path))
 
     def changed(self, **fields: Any) -> Self:
-        """Return a validated copy with some fields replaced."""
-        return type(self).model_validate({**self.model_dump(), **fields})
+        """Return a validated copy with some fields replaced. ``model_fields_set`` still says which fields were ever given."""
+        copy = type(self).model_validate({**self.model_dump(), **fields})
+        return type(self).model_construct(_fields_set=self.model_fields_set | fields.keys(), **dict(copy))
 
 
 WORDS = {  # by pydantic's name of a problem; its limits fill the places

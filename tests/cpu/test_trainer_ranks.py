@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 SCRIPT = Path(__file__).with_name("trainer_ranks.py")
 TENSOR = {"layout": {"tensor_parallel": 2}}
 MEANS = {"arguments": {"average_tokens_across_devices": False}}  # transformers would multiply a mean over rows by the ranks
-ALONE: dict[str, dict[str, Any]] = {"llama": {}, "bert": {"kind": "bert"} | MEANS}
+SMOOTHED = {"arguments": {"label_smoothing_factor": 0.1, "max_steps": 3}}
+ALONE: dict[str, dict[str, Any]] = {"llama": {}, "bert": {"kind": "bert"} | MEANS, "smoothed": SMOOTHED}
 SHARED: dict[str, dict[str, Any]] = {
     "whole copies": {},
     "fsdp": {"arguments": {"fsdp": "full_shard"}},
@@ -25,6 +26,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "tensor": TENSOR,
     "bert, whole copies": {"kind": "bert"} | MEANS,
     "bert, fsdp": {"kind": "bert", "arguments": MEANS["arguments"] | {"fsdp": True}},
+    "smoothed in chunks": {"layout": {}, "loss_chunk_tokens": 16} | SMOOTHED,
     "own step": {"step": "by hand"},
     "own step, fsdp": {"step": "by hand", "arguments": {"fsdp": "full_shard"}},
     "two passes": {"step": "twice", "arguments": {"max_steps": 2}},
@@ -37,10 +39,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "stages": {"layout": {"pipeline_parallel": 2}, "refused": True},
     "tokens": {"layout": {"tensor_parallel": 2, "sequence_parallel": True}, "refused": True},
     "processes": {"fixed": ["num_processes=2"], "refused": True},
+    "whole models of parts": {"arguments": {"fsdp": "full_shard", "save_only_model": True}, "refused": True},
     "wrapping": {"arguments": {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "refused": True},
 }
 OTHERWISE = (  # trained otherwise than one process does
-    "one runs out of memory", "two passes", "two passes, fsdp", "unlabelled", "unlabelled, overlapping",
+    "one runs out of memory", "two passes", "two passes, fsdp", "unlabelled", "unlabelled, overlapping", "smoothed in chunks",
 )  # fmt: skip
 AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another layout
     "alone from fsdp": (1, "fsdp", {}),
@@ -98,6 +101,12 @@ def test_a_step_of_two_passes_has_twice_the_gradient(name: str, found: dict[str,
     assert found[name]["predicted"] == found[name]["other"]["predicted"]
 
 
+def test_smoothed_labels_in_chunks_count_the_labels_of_all_ranks(found: dict[str, Any]) -> None:
+    ranks, one = found["smoothed in chunks"], found["smoothed"]
+    assert difference(ranks["losses"], one["losses"]) < 1e-5
+    assert difference(ranks["norms"], one["norms"]) < 1e-4
+
+
 def test_a_rank_whose_rows_have_no_label_takes_part(found: dict[str, Any]) -> None:
     one, other = found["unlabelled"], found["unlabelled, overlapping"]
     assert one["losses"] == other["losses"] and one["norms"] == other["norms"] and one["steps"] == 3
@@ -136,6 +145,7 @@ def test_all_ranks_halve_together_when_one_runs_out_of_memory(found: dict[str, A
         ("stages", ("pipeline_parallel", "upshift train")),
         ("tokens", ("sequence_parallel", "leave it out")),
         ("processes", ("num_processes=2", "torchrun")),
+        ("whole models of parts", ("save_only_model", "leave it out")),
         ("wrapping", ("fsdp_config", "cpu_offload")),
         ("own step and a plan", ("own training_step", "leave out plan")),
     ],

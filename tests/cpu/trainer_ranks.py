@@ -58,11 +58,12 @@ class Seen(TrainerCallback):
         self.steps, self.zero = self.steps + 1, state.is_world_process_zero
 
 
-def a_plan(layout: dict[str, Any], world: int) -> Plan:
-    shared = Layout(**layout)
+def a_plan(case: dict[str, Any], world: int) -> Plan:
+    shared = Layout(**case["layout"])
     return Plan(
         device="cpu", host="test", model="test", sequence_length=24, per_device_train_batch_size=4, num_processes=world,
         gradient_accumulation_steps=4 * shared.ranks_per_replica // world, layout=shared, optim="adamw_torch",
+        loss_chunk_tokens=case.get("loss_chunk_tokens", 0),
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
     ranks = read_ranks()
     world = ranks.size if ranks else 1
     arguments.per_device_train_batch_size = 8 // world
-    plan = a_plan(case["layout"], world) if "layout" in case else None
+    plan = a_plan(case, world) if "layout" in case else None
     model = model_of(kind)
     if case.get("adapter"):
         from peft import LoraConfig, get_peft_model

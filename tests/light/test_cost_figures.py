@@ -311,6 +311,22 @@ def test_waste_of_padding_by_hand() -> None:
     assert short.visible_share(128) == 1.0
 
 
+def test_lengths_are_rounded_up_to_a_bucket_and_tokens_are_exact() -> None:
+    """At most 1,024 buckets: of 3 tokens for sequences of up to 2,050. Documents are cut; a last token alone is dropped."""
+    lengths = LengthHistogram.of_documents([100, 2050 + 7, 2 * 2050 + 1, 8], 2050)
+    assert (lengths.lengths, lengths.counts) == ((9, 102, 2050), (2, 1, 3))
+    assert lengths.num_tokens == 100 + 7 + 8 + 3 * 2050
+    short = LengthHistogram.of_documents([100, 7], 1024)
+    assert (short.lengths, short.mean, short.longest) == ((7, 100), 53.5, 100)
+    with pytest.raises(RequestError, match="no sequence of two or more tokens"):
+        LengthHistogram.of_documents([1, 0], 1024)
+    for counts in ((1,), (1, 2, 3)):
+        with pytest.raises(ValueError, match="give the same number of both"):
+            LengthHistogram(sequence_length=8, lengths=(1, 2), counts=counts, num_tokens=3)
+    with pytest.raises(ValueError, match="at least one"):
+        LengthHistogram(sequence_length=8, lengths=(), counts=(), num_tokens=0)
+
+
 def test_what_moved_is_told_from_the_most() -> None:
     """Of a whole of 100: less than 0.2 is not worth saying, what is new or gone counts whole."""
     found = _moved_numbers({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, whole=100.0)

@@ -393,7 +393,7 @@ def test_the_arithmetic_of_a_comparison() -> None:
     assert found.seconds == pytest.approx(steady + (found.predicted.one_time_seconds or 0.0))
     assert found.device_hours == pytest.approx(4 * found.seconds / 3600)
     assert found.money == pytest.approx(2.0 * found.device_hours)
-    assert found.energy_kwh == pytest.approx(0.7 * found.device_hours)  # 700 W each
+    assert found.energy_kwh == pytest.approx(0.7 * found.device_hours, rel=1e-12)  # 700 W each
     assert found.in_time is False
 
 

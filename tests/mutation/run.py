@@ -5,7 +5,7 @@
 
 ``run`` collects the tests once, and notes which test calls which function and how long it takes. Then each mutant gets a process
 of its own, forked from that one: the code of the mutated function is put in place in memory (no file is written), and the tests
-that call it run until one fails, files in turn, the quick ones first. What stands outside functions is imported anew instead.
+that call it run until one fails, those that call least beside it first. What stands outside functions is imported anew instead.
 A mutant that no test fails on has survived. Survivors with a reason in explained.json (equivalent code, for one) are counted
 apart. A run that was stopped goes on where it was.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -25,10 +26,12 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from functools import cache
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper, cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -45,7 +48,9 @@ EXPLAINED = Path(__file__).parent / "explained.json"
 PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore")
 READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
 FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
-NOT_RUN = 7  # exit code of a process that did not find its tests
+LONGEST_SECONDS = 2.0  # of the CPU: a longer test is run only where no other calls the mutant
+FAILED = (1, 2)  # exit codes of a process in which a test failed, or could not be imported
+NOT_RUN = 7  # of one that did not find its tests
 WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
 
 
@@ -62,12 +67,24 @@ class Mutations:
         if len(results) >= len(self.sample):  # a run that ended: this is another one
             results = []
             self.notes_path.unlink(missing_ok=True)
-        if not self.notes_path.exists():
-            in_child(lambda: take_notes(session.items, self.notes_path))
+        hashes = {str(file.relative_to(ROOT)): _hash_of(file) for file in {item.path for item in session.items}}
+        notes = json.loads(self.notes_path.read_text()) if self.notes_path.exists() else {}
+        changed = {file for file, value in hashes.items() if notes.get("files", {}).get(file) != value}
+        if changed:
+            items = [item for item in session.items if _file_of(item.nodeid) in changed]
+            in_child(lambda: take_notes(items, self.notes_path))
+            new_notes = json.loads(self.notes_path.read_text())
+            for name in ("seconds", "calls"):
+                kept = {nodeid: value for nodeid, value in notes.get(name, {}).items() if _file_of(nodeid) not in changed}
+                new_notes[name] = kept | new_notes[name]
+            new_notes["failed"] += [nodeid for nodeid in notes.get("failed", ()) if _file_of(nodeid) not in changed]
+            self.notes_path.write_text(json.dumps({**new_notes, "files": hashes}))
         self.notes = json.loads(self.notes_path.read_text())
+        for nodeid in self.notes["failed"]:
+            print(f"fails without any change, and is left out: {nodeid}", flush=True)
         for number, mutant in enumerate(self.sample[len(results) :], start=len(results) + 1):
             start = time.monotonic()
-            nodeids = tests_of(mutant, self.notes, most_seconds=self.most_seconds)
+            nodeids = tests_of(mutant, self.notes, session.items, most_seconds=self.most_seconds)
             outcome = self.try_mutant(mutant, nodeids, session)
             if outcome in ("survived", "no test calls it") and mutant.identity in self.explained:
                 outcome = "explained"
@@ -91,6 +108,8 @@ class Mutations:
 
         def run_tests() -> int:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            for function in cached_functions(ROOT):
+                function.cache_clear()  # what was computed while tests were collected has no change in it
             if put_in_place(mutant, compile(tree, str(file), "exec")):
                 items = {item.nodeid: item for item in session.items}
                 return run_items([items[nodeid] for nodeid in nodeids])
@@ -101,7 +120,15 @@ class Mutations:
             return "survived"
         if os.WIFSIGNALED(status):
             return "timeout"
-        return "not run" if os.WEXITSTATUS(status) == NOT_RUN else "killed"
+        return "killed" if os.WEXITSTATUS(status) in FAILED else "not run"
+
+
+def _hash_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def in_child(work: Any) -> int:
@@ -113,8 +140,8 @@ def in_child(work: Any) -> int:
         os.dup2(quiet, 2)
         try:
             os._exit(int(work() or 0))
-        except BaseException:  # whatever a mutant raises: it is noticed
-            os._exit(3)
+        except BaseException:
+            os._exit(NOT_RUN)
     return os.waitpid(child, 0)[1]
 
 
@@ -160,10 +187,10 @@ def run_anew(file: Path, tree: ast.Module, nodeids: list[str]) -> int:
     """Import everything of the project again, the mutated module from ``tree``, and run the tests."""
     for name, module in list(sys.modules.items()):
         where = getattr(module, "__file__", None) or ""
-        if where.startswith((str(SOURCE), str(ROOT / "tests" / "light"))):
+        if where.startswith((str(SOURCE), str(ROOT / "tests"))) and name not in (__name__, "mutants"):
             del sys.modules[name]
     sys.meta_path.insert(0, MutatedFinder(file, tree))  # type: ignore[arg-type]
-    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids))
+    files = list(dict.fromkeys(_file_of(nodeid) for nodeid in nodeids))
     return int(pytest.main([*PYTEST, *files], plugins=[Chosen(nodeids)]))
 
 
@@ -204,69 +231,148 @@ def _module_of(file: Path) -> str:
     return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
 
 
+def cached_functions(folder: Path) -> list[_lru_cache_wrapper[Any]]:
+    """Return the functions of the modules below ``folder`` that remember results."""
+    modules = [module for module in sys.modules.values() if (getattr(module, "__file__", None) or "").startswith(str(folder))]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, _lru_cache_wrapper)]
+
+
 def take_notes(items: list[pytest.Item], path: Path) -> None:
-    """Write seconds and calls of every test. What fixtures call counts for every test of their file."""
+    """Write seconds and calls of every test. What fixtures and helpers with a cache call counts for every test of the file."""
     seconds: dict[str, float] = {}
     calls: dict[str, set[tuple[str, str]]] = defaultdict(set)
     of_fixtures: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    noted: set[tuple[str, str]] = set()
+    running: dict[int, CodeType] = {}  # by id, as hashing a code object reads all of it
+    failed: set[str] = set()
+    helpers = {id(function.__wrapped__.__code__) for function in cached_functions(ROOT / "tests")}
+    remembering = cached_functions(SOURCE)
+    of_helpers: dict[int, CodeType] = {}
 
-    def on_event(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
-            noted.add((frame.f_code.co_filename, frame.f_code.co_qualname.replace(".<locals>", "")))
+    def on_call(frame: FrameType, _event: str, _argument: object) -> Any:
+        running[id(frame.f_code)] = frame.f_code
+        if id(frame.f_code) not in helpers:
+            return None
+        before = set(running)
+        frame.f_trace_lines = False
+
+        def on_return(_frame: FrameType, event: str, _argument: object) -> Any:
+            if event == "return":
+                of_helpers.update((number, running[number]) for number in running.keys() - before)
+            return on_return
+
+        return on_return
+
+    def names_of(codes: dict[int, CodeType]) -> set[tuple[str, str]]:
+        sys.settrace(None)
+        return {
+            (code.co_filename, code.co_qualname.replace(".<locals>", ""))
+            for code in codes.values()
+            if code.co_filename.startswith(str(SOURCE))
+        }
+
+    def watch() -> None:
+        running.clear()
+        of_helpers.clear()
+        sys.settrace(on_call)
 
     class Noting:
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_setup(self, item: pytest.Item) -> Any:
-            noted.clear()
-            sys.setprofile(on_event)
+            for function in remembering:
+                function.cache_clear()  # else only the first test is seen to call them
+            watch()
             yield
-            sys.setprofile(None)
-            of_fixtures[item.nodeid.partition("::")[0]] |= noted
+            of_fixtures[_file_of(item.nodeid)] |= names_of(running)
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item: pytest.Item) -> Any:
-            noted.clear()
-            start = time.process_time()
-            sys.setprofile(on_event)
+            start = sum(os.times()[:4])  # with the processes that the test waits for
+            watch()
             yield
-            sys.setprofile(None)
-            seconds[item.nodeid] = time.process_time() - start
-            calls[item.nodeid] |= noted
+            calls[item.nodeid] |= names_of(running)
+            of_fixtures[_file_of(item.nodeid)] |= names_of(of_helpers)
+            seconds[item.nodeid] = sum(os.times()[:4]) - start
+
+        @staticmethod
+        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+            if report.failed:
+                failed.add(report.nodeid)
 
     items[0].config.pluginmanager.register(Noting())
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[nodeid.partition("::")[0]]) for nodeid in seconds}
-    path.write_text(json.dumps({"seconds": seconds, "calls": by_test}))
+    passed = [nodeid for nodeid in seconds if nodeid not in failed]  # a test that fails anyway sees nothing
+    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[_file_of(nodeid)]) for nodeid in passed}
+    path.write_text(json.dumps({"seconds": seconds, "calls": by_test, "failed": sorted(failed)}))
 
 
-def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
-    """Return the tests that call the mutated function; where it stands outside functions, those that call any of its module and
-    those of files that import it. The quick ones first, files in turn, no more than take ``most_seconds``."""
+def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *, most_seconds: float) -> list[str]:
+    """Return the tests that call the mutated function, those that call least beside it first, until they take ``most_seconds``.
+
+    Of a constant of a module or a field of a class: those in which its name stands, and those that call a function in which it
+    stands. If there are none: those that call any function of the module, and those of files that import it.
+    """
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
-    calls = notes["calls"]
-    called = [nodeid for nodeid, found in calls.items() if [file, mutant.function] in found]
-    if not called:
+    collected = {item.nodeid for item in items}
+    calls = {
+        nodeid: {(where, name) for where, name in called}
+        for nodeid, called in notes["calls"].items()
+        if nodeid in collected
+    }
+    constants = _assigned_names(mutant)
+    users = set(_users_of(constants)) if constants else {(file, mutant.function)}
+    naming = {item.nodeid for item in items if constants.intersection(_names_in(item))}
+    chosen = [nodeid for nodeid, called in calls.items() if called & users or nodeid in naming & calls.keys()]
+    if not chosen:
         importing = _files_that_name(_module_of(ROOT / mutant.file))
-        called = [
+        chosen = [
             nodeid
-            for nodeid, found in calls.items()
-            if nodeid.partition("::")[0] in importing or any(where == file for where, _ in found)
+            for nodeid, called in calls.items()
+            if _file_of(nodeid) in importing or any(where == file for where, _ in called)
         ]
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for nodeid in sorted(called, key=lambda nodeid: seconds[nodeid]):
-        by_file[nodeid.partition("::")[0]].append(nodeid)
-    in_turn = [nodeids[place] for place in range(len(called)) for nodeids in by_file.values() if place < len(nodeids)]
-    chosen = []
-    total = 0.0
-    for nodeid in in_turn:
-        total += seconds[nodeid]
-        if total > most_seconds:
-            break
-        chosen.append(nodeid)
-    return chosen or in_turn[:1]
+    chosen = [nodeid for nodeid in chosen if seconds[nodeid] <= LONGEST_SECONDS] or chosen
+    chosen.sort(key=lambda nodeid: (len(calls[nodeid]), seconds[nodeid]))
+    totals = accumulate(seconds[nodeid] for nodeid in chosen)
+    in_time = [nodeid for nodeid, total in zip(chosen, totals, strict=True) if total <= most_seconds]
+    return in_time or chosen[:1]
+
+
+def _assigned_names(mutant: Mutant) -> set[str]:
+    """Return the names that the mutated statement of a module assigns, or the class in which it stands; none in a function."""
+    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    statement = next((node for node in tree.body if node.lineno <= mutant.line <= (node.end_lineno or 0)), None)
+    if mutant.function:
+        return {mutant.function} if isinstance(statement, ast.ClassDef) and statement.name == mutant.function else set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _names_in(item: pytest.Item) -> tuple[str, ...]:
+    function = getattr(item, "function", None)
+    code = getattr(function, "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _users_of(names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (file, function) where one of the names stands."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if any(name in text for name in names):
+            for function in _functions_that_name(ast.parse(text), names, ""):
+                yield str(file), function
+
+
+def _functions_that_name(node: ast.AST, names: set[str], prefix: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _functions_that_name(child, names, prefix)
+            continue
+        function = f"{prefix}.{child.name}" if prefix else child.name
+        has_name = any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(child))
+        if has_name and not isinstance(child, ast.ClassDef):
+            yield function
+        yield from _functions_that_name(child, names, function)
 
 
 @cache

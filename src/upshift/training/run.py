@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints
+from typing import Any, Unpack
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
@@ -18,12 +18,11 @@ from upshift.loading.output_lock import claimed
 from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
-from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.search.constraints import conflict, conflict_with_pairs
 from upshift.planning.search.ranking import Candidate, cost_plan
-from upshift.planning.search.space import FIXED_BY_REQUEST, check_allow, parse_value, read_assignments
+from upshift.planning.search.space import check_allow, parse_value, read_assignments, settable_fields
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial, remember_run
 from upshift.planning.trials.store import proof_path
@@ -82,9 +81,7 @@ def find_existing_plan(
 
 def _first_difference(plan: Plan, fixed: tuple[str, ...]) -> str | None:
     """Return the first ``field=value`` of --set that differs from the plan, or None."""
-    hints = get_type_hints(Plan) | get_type_hints(Layout)
-    settable = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
-    assignments = read_assignments(fixed, settable, lambda name, text: parse_value(name, text, hints[name]))
+    assignments = read_assignments(fixed, settable_fields(), parse_value)
     planned = {**vars(plan), **vars(plan.layout)}
     return next((f"{name}={value}" for name, value in assignments.items() if planned[name] != value), None)
 

@@ -6,7 +6,7 @@ Every answer comes from a new search with one change. There are no derivatives a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ from upshift.planning.planner import Planning, calibrate_and_filter
 from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value, split_assignment
+from upshift.planning.search.space import ONLY_WHEN_ASKED, parse_fixed, parse_value, settable_fields, split_assignment
 from upshift.planning.search.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
@@ -101,10 +101,8 @@ def _search_again(planning: Planning, host: Host, profile: ModelProfile, workloa
 
 def read_choice(choice: str) -> tuple[str, Any]:
     """Return the field and the value of --why. Raises RequestError."""
-    hints = get_type_hints(Plan) | get_type_hints(Layout)
-    fields = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]
-    name, text = split_assignment(choice, fields, option="--why")
-    return name, parse_value(name, text, hints[name], option="--why")
+    name, text = split_assignment(choice, settable_fields(), option="--why")
+    return name, parse_value(name, text, option="--why")
 
 
 def value_of(plan: Plan, name: str) -> Any:
@@ -222,7 +220,7 @@ def _terms_with_compiling(candidate: Candidate, total_steps: int) -> dict[str, f
 
 def _other_differences(best: Plan, candidate: Plan, choice: str) -> list[str]:
     """Return the choices besides ``choice`` in which the candidate differs from the best plan."""
-    names = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in (*FIXED_BY_REQUEST, choice)]
+    names = [name for name in settable_fields() if name != choice]
     return [f"{name}={value_of(candidate, name)}" for name in names if value_of(candidate, name) != value_of(best, name)]
 
 
@@ -275,9 +273,7 @@ def _price_of_change(planning: Planning, name: str, fixed: tuple[str, ...]) -> S
     change = f"--allow {name}"
     problem = None
     for added in _assignments_allowed_by(name):
-        if added.partition("=")[0] in {text.partition("=")[0] for text in fixed}:
-            continue
-        try:
+        try:  # a field that the user fixed is refused
             chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
             ranking = _search_again(planning, planning.host, planning.profile, workload, chosen)
         except MissingExtra as missing:

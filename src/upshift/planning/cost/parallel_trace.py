@@ -214,6 +214,7 @@ def _divide_tokens(undivided: PassCost, halved: PassCost, ranks: int, *, left: P
     return divided.model_copy(
         update={
             "left": add(scale(undivided.left, 1.0 / ranks), left),
+            "released": scale(undivided.released, 1.0 / ranks),
             "rise": tuple(add(scale(term, 1.0 / ranks), rise) for term in undivided.rise),
             "moved_bytes": scale(undivided.moved_bytes, 1.0 / ranks),
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -212,18 +213,21 @@ def _granularities(profile: ModelProfile) -> list[Granularity]:
     return sorted(granularities) or ["full"]
 
 
+def settable_fields() -> list[str]:
+    """Return the names of the fields of Plan and Layout that a user may fix."""
+    return [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
+
+
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
     """Return the ``field=value`` pairs of --set, checked against the plan's fields and types.
 
     They are also checked against what is legal here, as far as that is known before a model is traced. ``quantized``: the
     model's weights are stored in 4 bits.
     """
-    settable = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
-    hints = get_type_hints(Plan) | get_type_hints(Layout)
     layout_text = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
     if layout_text is not None and host.num_devices == 1 and host.device != "cpu":
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
-    fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
+    fixed = read_assignments(assignments, settable_fields(), parse_value)
     check_processes(fixed, host)
     _check_batches(fixed, host, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
@@ -285,15 +289,19 @@ def texts_share_work(host: Host, fixed: tuple[str, ...]) -> bool:
 
 def parse_layout(fixed: tuple[str, ...]) -> dict[str, Any]:
     """Return the layout's fields and the number of processes that ``field=value`` pairs fix."""
-    hints = get_type_hints(Plan) | get_type_hints(Layout)
     text_by_name = {name: text for name, _, text in (assignment.partition("=") for assignment in fixed)}
     layout = {name: text for name, text in text_by_name.items() if name in Layout.model_fields or name == "num_processes"}
-    return {name: parse_value(name, text, hints[name]) for name, text in layout.items()}
+    return {name: parse_value(name, text) for name, text in layout.items()}
 
 
-def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Plan) | get_type_hints(Layout)
+
+
+def parse_value(name: str, text: str, *, option: str = "--set") -> Any:
     """Return the value of a field of Plan or Layout. Raises RequestError that names the option."""
-    options = tuple(optimizers()) if name == "optim" else get_args(hint)
+    options = tuple(optimizers()) if name == "optim" else get_args(_hints()[name])
     if name == "optim":
         check_name(text)
     required_of_plan = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}

@@ -16,6 +16,7 @@ from upshift.errors import RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.search.space import parse_value
 from upshift.settings import read_ranks
 
 Treatment = Literal["honoured", "planned", "refused"]
@@ -279,6 +280,31 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
         reason = _why_no_update_in_backward(arguments) if name == "optimizer_in_backward" else None
         if reason:
             raise RequestError(f"fixed {assignment!r} {reason}")
+
+
+def refuse_contradictions(chosen: tuple[str, ...], arguments: Any, *, num_layers: int, optimizer_given: bool) -> None:
+    """Raise RequestError for a ``field=value`` assignment that contradicts an argument which transformers itself carries out.
+
+    transformers casts, compiles, recomputes and makes the optimizer by its arguments, whatever a plan says."""
+    from_arguments = dict(
+        assignment.split("=", 1) for assignment in fixed_fields(arguments, num_layers=num_layers, optimizer_given=optimizer_given)
+    )
+    carried_out = {}
+    if arguments.bf16 or arguments.fp16:
+        carried_out["precision"] = "bf16=True" if arguments.bf16 else "fp16=True"
+    if arguments.torch_compile:
+        carried_out["torch_compile"] = "torch_compile=True"
+    if was_set(arguments, "optim"):
+        carried_out["optim"] = f"optim={optimizer_name(arguments)!r}"
+    if chose_recomputation(arguments):
+        fields = ("activation_checkpointing", "recompute_granularity")
+        carried_out |= dict.fromkeys(fields, "gradient_checkpointing=True")
+    for assignment in chosen:
+        name, _, text = assignment.partition("=")
+        if name not in carried_out:
+            continue
+        if parse_value(name, text, option="fixed") != parse_value(name, from_arguments[name]):
+            raise RequestError(f"{assignment} contradicts TrainingArguments({carried_out[name]}); leave out one of them")
 
 
 def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None) -> None:

@@ -34,7 +34,7 @@ from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
-from upshift.planning.search.space import check_allow
+from upshift.planning.search.space import check_allow, parse_value
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
@@ -160,9 +160,9 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs. ``planning`` is None if the user's own settings run.
+    """The plan that runs. ``planning`` is None if the user's own settings or a given plan run.
 
-    ``reason`` says why these run, or why the batches stay whole, or that the plan was given.
+    ``reason`` says why these run, or why the batches stay whole.
     """
 
     plan: Plan
@@ -171,6 +171,7 @@ class Choice:
     candidate: Candidate | None = None
     proof: Proof | None = None
     proof_file: Path | None = None
+    is_given: bool = False  # the user gave the plan
     covers: str = ""  # what the predicted or measured numbers cover, if that is not the whole step
     num_workers: int = 0  # processes that draw batches
     loading: str = ""  # the reason for this number
@@ -242,9 +243,10 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
         allow=allow,
         clips_gradients=request.clips_gradients,
     )
-    if not request.split.flattens and "packing=True" in request.fixed:
-        raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
-    fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
+    fixed = request.fixed
+    if not request.split.flattens:
+        refuse_other_values(fixed, {"packing": "False"}, request.split.why_not_flat)
+        fixed = (*without_fields(fixed, "packing"), "packing=False")
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
@@ -295,21 +297,27 @@ def whole_batch_fields(
     if own_step:
         required |= WHOLE_LOGITS | dict.fromkeys(OPT_IN_FIELDS, "False")
     refuse_other_values(fixed, required, f"batches of {num_rows} rows stay whole, because {reason}")
-    names = {assignment.partition("=")[0] for assignment in fixed}
-    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in names))
+    return (*without_fields(fixed, *required), *(f"{name}={value}" for name, value in required.items()))
+
+
+def without_fields(fixed: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    """Return the ``field=value`` assignments of all other fields."""
+    return tuple(assignment for assignment in fixed if assignment.partition("=")[0] not in names)
 
 
 def refuse_other_values(fixed: tuple[str, ...], required: Mapping[str, str], reason: str) -> None:
     """Raise RequestError for a fixed field with another value than the required one. ``reason`` says why it is required."""
     for assignment in fixed:
-        name, _, value = assignment.partition("=")
-        if required.get(name, value) != value:
+        name, _, text = assignment.partition("=")
+        if name in required and parse_value(name, text, option="fixed") != parse_value(name, required[name]):
             raise RequestError(f"{assignment} is not possible: {reason}; use {name}={required[name]}")
 
 
 def plan_fields(plan: Plan) -> tuple[str, ...]:
-    """Return the fields of a plan that whole_batch_fields checks, as ``field=value`` assignments."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing", *WHOLE_LOGITS, *OPT_IN_FIELDS)
+    """Return the fields of a plan that whole_batch_fields and refuse_contradictions check, as ``field=value`` assignments."""
+    carried_out = ("precision", "optim", "torch_compile", "activation_checkpointing", "recompute_granularity")
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing")
+    names = (*batches, *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
     return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 

@@ -11,6 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,13 @@ def refuse_exchanges(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if operator.namespace in ("c10d", "_c10d_functional"):
         raise RuntimeError("the loss exchanges data with other ranks")
     return operator(*args, **kwargs)
+
+
+@dataclass
+class Traces:
+    """Say whether a measured loss would leave something behind if it were not undone."""
+
+    reason: str | None = None  # why a plan may not call it for other rows
 
 
 class StateSnapshot:

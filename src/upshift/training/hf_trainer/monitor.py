@@ -148,6 +148,8 @@ def watched_numerics(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[N
 
 def plan_lines(choice: Choice) -> list[str]:
     """Return lines that show the plan, its speed and the plain default's, and the reasons for its choices."""
+    if choice.is_given:
+        return [f"plan: {choice.plan.label()}", f"  {choice.reason}"]
     if choice.planning is None or choice.candidate is None:
         return [f"your own settings run: {choice.reason}"]
     planning = choice.planning

@@ -41,6 +41,7 @@ from upshift.training.hf_trainer.arguments import (
     layout_fields,
     local_ranks,
     optimizer_name,
+    refuse_contradictions,
     why_unsupported,
 )
 from upshift.training.hf_trainer.choose_plan import (
@@ -63,6 +64,7 @@ from upshift.training.hf_trainer.choose_plan import (
     short_run_reason,
     whole_batch_fields,
     why_not_for_whole_batches,
+    without_fields,
 )
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
@@ -74,9 +76,9 @@ from upshift.training.hf_trainer.loss_split import (
     loss_in_training,
     measure_split,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, refuse_exchanges
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
-from upshift.training.hf_trainer.patching import LibraryTrainer
+from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
 from upshift.training.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
@@ -100,18 +102,18 @@ class PlannedState:
     @property
     def is_demanded(self) -> bool:
         """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
-        return bool(self.fixed or self.allow or self.memory_limit_gib is not None)
+        return bool(self.plan is not None or self.fixed or self.allow or self.memory_limit_gib is not None)
+
+    def check(self) -> None:
+        """Raise RequestError for options beside a given plan, which would have no effect."""
+        others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
+        given = [name for name, value in others.items() if value not in ((), None)]
+        if self.plan is not None and given:
+            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
-
-
-@dataclass
-class Traces:
-    """Say whether a measured loss would leave something behind if it were not undone."""
-
-    reason: str | None = None  # why a plan may not call it for other rows
 
 
 def choose_on_rank_0(choose: Callable[[], T]) -> T:
@@ -195,18 +197,20 @@ class PlanMixin(LibraryTrainer):
         )
         self._upshift_check_options(plain)
         if self._upshift_updates_in_backward:
-            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), Split(None)
-        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
+            reason = f"optim={optimizer_name(self.args)} updates inside the backward pass"
+            return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
+        if is_own(self, PREPARE_INPUTS.attribute, self._upshift_library_class):
             reason = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
-            return self._upshift_keep_settings(plain, reason, options.is_demanded or options.plan is not None), Split(None)
+            return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
         loader = self.get_train_dataloader()
+        # Data sets and collators may draw random numbers of their own.
+        data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
         try:
-            # Data sets and collators may draw random numbers of their own.
-            data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
             sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps)
-            data_state.restore()
         except NoSample as error:
             return self._upshift_keep_settings(plain, str(error), options.is_demanded), Split(None)
+        finally:
+            data_state.restore()
         steps = self._upshift_total_steps(loader)
         rows, split, seconds_per_batch = self._upshift_examine_loss(sample, steps)
         run_seconds = STEP_TO_FORWARD_RATIO * steps * self.args.gradient_accumulation_steps * seconds_per_batch
@@ -216,7 +220,7 @@ class PlanMixin(LibraryTrainer):
         if rows is None or split.unit is None:
             return self._upshift_choose_for_whole_batches(plain, sample, split, steps, run_seconds), split
         if options.plan is not None:
-            return Choice(options.plan, "this plan was given"), split
+            return Choice(options.plan, "this plan was given", is_given=True), split
         split = restrict_to_isolation(split, self.model)
         if run_seconds < SHORT_RUN_SECONDS and not options.is_demanded:
             return Choice(plain, short_run_reason(run_seconds)), split
@@ -234,8 +238,11 @@ class PlanMixin(LibraryTrainer):
         given = self._upshift_planned.plan
         for plan in (plain,) if given is None else (plain, given):
             check_layer_drop(plan, self.model)
+        chosen = self._upshift_planned.fixed if given is None else plan_fields(given)
+        named = chosen if given is None else without_fields(chosen, *Plan.model_fields.keys() - given.model_fields_set)
+        given_optimizer = self._upshift_optimizer_is_given
+        refuse_contradictions(named, self.args, num_layers=self._upshift_num_layers, optimizer_given=given_optimizer)
         if self._upshift_uses_script_loss:
-            chosen = self._upshift_planned.fixed if given is None else plan_fields(given)
             refuse_other_values(chosen, WHOLE_LOGITS, "the script's own loss may read all logits")
 
     def _upshift_choose_for_whole_batches(
@@ -249,7 +256,7 @@ class PlanMixin(LibraryTrainer):
         options = self._upshift_planned
         plan_can_run = options.plan is not None and not self._upshift_has_own_step
         if self._upshift_has_ranks and not plan_can_run:
-            return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded or options.plan is not None)
+            return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded)
         try:
             stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
@@ -272,7 +279,7 @@ class PlanMixin(LibraryTrainer):
             return Choice(plain, f"{split.reason}; {why_short}")
         stand_in_split = Split("labels", why_not_flat=split.reason)
         request = self._upshift_plan_request(stand_ins, rows, stand_in_split, total_steps)
-        num_layers = sum(len(stack) for _, stack in find_stacks(self.model))
+        num_layers = self._upshift_num_layers
         request = replace(
             request,
             global_batch=num_rows * request.accumulation,
@@ -300,10 +307,10 @@ class PlanMixin(LibraryTrainer):
             own_step=self._upshift_has_own_step,
             reason=reason,
         )
-        problem = why_not_for_whole_batches(plan, sum(len(stack) for _, stack in find_stacks(self.model)))
+        problem = why_not_for_whole_batches(plan, self._upshift_num_layers)
         if problem is not None:
             raise RequestError(f"the given plan is not possible: {problem}")
-        return Choice(plan, "this plan was given")
+        return Choice(plan, f"this plan was given, and the batches stay whole: {reason}", is_given=True)
 
     def _upshift_fix_attention(self, fixed: tuple[str, ...]) -> tuple[str, ...]:
         """Return the fixed fields, with the model's own attention if the user fixed none.
@@ -407,7 +414,9 @@ class PlanMixin(LibraryTrainer):
         start = time.perf_counter()
         num_items = None if items is None else torch.tensor(items, device=self.args.device)
         with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
-            loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
+            loss: Any = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
+        if loss.is_cuda:
+            torch.cuda.synchronize()  # else the time is that of starting the kernels
         times.append(time.perf_counter() - start)
         return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
 
@@ -513,10 +522,9 @@ class PlanMixin(LibraryTrainer):
 
     def _upshift_fixed_fields(self) -> tuple[str, ...]:
         """Return the fixed fields of the plan. ``fixed`` takes precedence over TrainingArguments."""
-        num_layers = sum(len(stack) for _, stack in find_stacks(self.model))
         optimizer_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         from_arguments = (
-            *fixed_fields(self.args, num_layers=num_layers, optimizer_given=optimizer_given),
+            *fixed_fields(self.args, num_layers=self._upshift_num_layers, optimizer_given=optimizer_given),
             *layout_fields(self._upshift_requested_layout),
         )
         user_names = {assignment.partition("=")[0] for assignment in self._upshift_planned.fixed}
@@ -554,6 +562,10 @@ class PlanMixin(LibraryTrainer):
         return why_cannot_run(plan, self.model)
 
     @property
+    def _upshift_num_layers(self) -> int:
+        return sum(len(stack) for _, stack in find_stacks(self.model))
+
+    @property
     def _upshift_optimizer_is_given(self) -> bool:
         """Return whether the script made the optimizer, and not an earlier training of this Trainer."""
         return self._upshift_planned.last_choice is None and (
@@ -584,4 +596,4 @@ class PlanMixin(LibraryTrainer):
     @property
     def _upshift_uses_script_loss(self) -> bool:
         """Return whether the script's own code computes the loss. Such code may look at the logits."""
-        return type(self).compute_loss is not self._upshift_library_class.compute_loss or self.compute_loss_func is not None
+        return is_own(self, "compute_loss", self._upshift_library_class) or self.compute_loss_func is not None

@@ -122,6 +122,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         options = vars(self).get("_upshift_planned") or PlannedState(
             plan, as_tuple(fixed), as_tuple(allow), trial_seconds, memory_limit_gib
         )
+        options.check()
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
@@ -160,8 +161,6 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
                 output = super()._inner_training_loop(*arguments, **named)
-            except JobFailed as error:
-                raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
             finally:
                 self._upshift_batch_step = None
                 self._upshift_waiting_batches = []
@@ -189,7 +188,10 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             torch.cuda.empty_cache()
         self._upshift_discard_shard_gradients()
         self._upshift_broadcast_statistics()
-        loss = self._upshift_batch_step.run(batches, num_items_in_batch, scaled=self._upshift_is_scaled(num_items_in_batch))
+        try:
+            loss = self._upshift_batch_step.run(batches, num_items_in_batch, scaled=self._upshift_is_scaled(num_items_in_batch))
+        except JobFailed as error:
+            raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
         self._upshift_sum_gradients(summed=self._upshift_batch_step.exchange.summed)
         return loss
 
@@ -361,7 +363,10 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 return mean
             # LabelSmoother divides by num_items if it is given.
             labels = inputs["labels"][:, 1:] if self._upshift_shifts_labels else inputs["labels"]
-            return cast("Tensor", mean * ((labels != IGNORED).sum() / num_items))
+            # compute_loss multiplies a loss over the labels of all ranks by their number, and loss_share divides by it.
+            counts_all_ranks = self.args.average_tokens_across_devices and self._upshift_is_scaled(num_items)
+            num_ranks = self.accelerator.num_processes if counts_all_ranks else 1
+            return cast("Tensor", mean * ((labels != IGNORED).sum() / num_items) * num_ranks)
 
     def _upshift_read_memory(self) -> None:
         self._upshift_memory_readings = read_memory(torch.device(self.args.device).type)

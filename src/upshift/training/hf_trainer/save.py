@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ADAPTER_LOADED, PUSH_CHECKPOINT
@@ -202,8 +202,6 @@ class CheckpointSaving(LibraryTrainer):
 
     def _upshift_save_shards(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
         """Save the shards of all ranks while training waits."""
-        if self.args.save_only_model:
-            raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
         finish = self._upshift_finisher(run_dir, temporary, final)
 
         def seal() -> None:
@@ -382,6 +380,12 @@ class CheckpointSaving(LibraryTrainer):
         for library, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {library} splits them; set save_strategy='no'")
+        if self._upshift_has_shards():
+            if self.args.save_only_model:
+                raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
+            if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+                strategy = self.args.hub_strategy.value
+                raise RequestError(f"hub_strategy={strategy!r} pushes whole models, and ranks have parts here; set it to 'end'")
         if not self.args.save_only_model:
             if not isinstance(self._upshift_plain_optimizer(), ShardedOptimizer):
                 check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())

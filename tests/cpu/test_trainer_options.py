@@ -1,0 +1,117 @@
+"""What a script gives upshift.Trainer beside its TrainingArguments is used, or refused before the first step with its name."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import causal_lm
+from transformers import TrainingArguments
+
+import upshift
+from upshift.errors import RequestError
+from upshift.planning.plan import Plan
+
+
+def a_trainer(folder: Path, *, arguments: dict[str, Any] | None = None, **options: Any) -> upshift.Trainer:
+    task = causal_lm()
+    given = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    options = {"model": task.model(), "train_dataset": task.data, "data_collator": task.collator} | options
+    return upshift.Trainer(args=TrainingArguments(**(given | (arguments or {}))), **options)
+
+
+def a_plan(**fields: Any) -> Plan:
+    given = {"device": "cpu", "host": "test", "model": "test", "sequence_length": 24, "per_device_train_batch_size": 8}
+    return Plan(**(given | fields))
+
+
+CONTRADICTIONS = {
+    "precision=fp32": {"bf16": True},
+    "optim=adafactor": {"optim": "sgd"},
+    "activation_checkpointing=0": {"gradient_checkpointing": True},
+    "torch_compile=layer": {"torch_compile": True},
+}
+
+
+@pytest.mark.parametrize("fixed", CONTRADICTIONS)
+def test_a_field_that_contradicts_an_argument_is_refused(fixed: str, tmp_path: Path) -> None:
+    argument = next(iter(CONTRADICTIONS[fixed]))
+    name, _, value = fixed.partition("=")
+    as_plan = a_plan(**{name: int(value) if value.isdigit() else value})
+    for options in ({"fixed": fixed, "trial_seconds": 0}, {"plan": as_plan}):
+        with pytest.raises(RequestError, match=rf"{fixed} contradicts TrainingArguments\({argument}") as refused:
+            a_trainer(tmp_path, arguments=CONTRADICTIONS[fixed], **options).train()
+        assert "leave out one of them" in str(refused.value)
+
+
+def test_a_plan_that_names_no_optimizer_leaves_it_to_the_arguments(tmp_path: Path) -> None:
+    plan = a_plan().changed(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer = a_trainer(tmp_path, arguments={"optim": "sgd"}, plan=plan)
+    trainer.train()
+    optimizer: Any = trainer.optimizer
+    assert isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.SGD)
+
+
+@pytest.mark.parametrize(("name", "value"), [("fixed", "precision=fp32"), ("allow", "bf16-weights"), ("memory_limit_gib", 8.0)])
+def test_options_of_a_choice_are_refused_beside_a_plan(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"{name} is for a plan that Upshift chooses"):
+        a_trainer(tmp_path, plan=a_plan(), **{name: value})
+
+
+class Unnamed:
+    """A collator that draws from a generator of its own, and returns what has no names."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, rows: list[Any]) -> tuple[torch.Tensor]:
+        return (torch.rand(len(rows), generator=self.generator),)
+
+
+@pytest.mark.parametrize("options", [{"plan": a_plan()}, {"fixed": "precision=fp32"}])
+def test_data_without_names_does_not_drop_a_plan(options: dict[str, Any], tmp_path: Path) -> None:
+    collator = Unnamed()
+    before = collator.generator.get_state()
+    with pytest.raises(RequestError, match=r"no plan can be made here .*no names.*leave out plan"):
+        a_trainer(tmp_path, data_collator=collator, **options).train()
+    assert torch.equal(collator.generator.get_state(), before)
+
+
+@pytest.mark.parametrize("text", ["packing=false", "packing=FALSE", "packing=0"])
+def test_a_value_is_read_as_the_planner_reads_it(text: str, tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path, fixed=text, trial_seconds=0)
+    trainer.train()
+    assert trainer.upshift_choice is not None and trainer.upshift_choice.plan.packing is False
+
+
+def test_a_given_plan_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = a_plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    a_trainer(tmp_path, plan=plan).train()
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).splitlines()
+    assert any(plan.label() in line and "plan:" in line for line in lines) and not any(
+        "your own settings" in line for line in lines
+    )
+
+
+def test_a_loss_that_is_set_on_the_trainer_is_the_scripts_own(tmp_path: Path) -> None:
+    """Its logits are whole, as those of a loss of the class."""
+    trainer = a_trainer(tmp_path, fixed="loss_chunk_tokens=512", trial_seconds=0)
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    trainer.compute_loss = types.MethodType(compute_loss, trainer)
+    with pytest.raises(RequestError, match="loss_chunk_tokens=512 is not possible: the script's own loss may read all logits"):
+        trainer.train()
