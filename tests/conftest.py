@@ -4,7 +4,6 @@ and a garbage collector that leaves the libraries alone."""
 from __future__ import annotations
 
 import gc
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from shared_traces import share
+from shared_traces import session_folder, share
 from upshift.importing import importing
 
 # Another process on the machine must not fail a test, and a failure must come back on every machine. The examples are the
@@ -26,8 +25,7 @@ def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         base = tmp_path_factory.getbasetemp()
-        session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        patch.setenv("UPSHIFT_CACHE", str(share(base, session)))
+        patch.setenv("UPSHIFT_CACHE", str(share(base, session_folder(base))))
         # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield

@@ -35,12 +35,28 @@ def share(caches: Path, session: Path) -> Path:
     """Make the caches of one worker, whose traces and probe are those of the session. Return the first cache."""
     traces = trace_folder(session)
     folders = {kind: traces / kind for kind in KINDS} | {"probe": session / "probe"}
+    for name in CACHES:
+        _link(caches / name, folders)
+    return caches / CACHES[0]
+
+
+def share_traces(cache: Path, session: Path, device: str) -> Path:
+    """Make and return a cache of processes on another device: they share their traces with each other, and nothing else."""
+    traces = trace_folder(session) / device
+    _link(cache, {kind: traces / kind for kind in KINDS})
+    return cache
+
+
+def _link(cache: Path, folders: dict[str, Path]) -> None:
+    cache.mkdir(exist_ok=True)
     for kind, folder in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
-        for name in CACHES:
-            (caches / name).mkdir(exist_ok=True)
-            (caches / name / kind).symlink_to(folder, target_is_directory=True)
-    return caches / CACHES[0]
+        (cache / kind).symlink_to(folder, target_is_directory=True)
+
+
+def session_folder(base: Path) -> Path:
+    """Return the folder that all workers of a session have in common. ``base``: pytest's folder of this worker."""
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def code_key() -> str:

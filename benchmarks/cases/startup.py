@@ -58,7 +58,7 @@ def commands(model: str, *, quick: bool) -> dict[str, list[str]]:
     python = [sys.executable, "-c"]
     plan = [sys.executable, "-m", "upshift.cli.main", "plan", model, "--train", "--sequence-length", "128", "--global-batch", "8"]
     if quick:  # less to trace before the first sample
-        plan += ["--set", "precision=fp32", "--set", "torch_compile=off"]
+        plan += ["--set", "precision=fp32", "--set", "torch_compile=off", "--set", "attention=sdpa"]
     return {
         "python": [*python, "pass"],
         "import upshift": [*python, "import upshift"],

@@ -45,6 +45,7 @@ def data(tmp_path_factory) -> Path:
 
 PLAN = ("--sequence-length", 32, "--global-batch", 4)
 CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
+FEW = ("--set", "per_device_train_batch_size=2", "--set", "activation_checkpointing=0")  # few plans are worth a trial
 PATIENCE_SECONDS = 600.0  # with a process: a busy machine takes minutes to import, measure and trace
 
 
@@ -112,7 +113,7 @@ def test_train_saves_a_model_that_transformers_loads(upshift, model, data, tmp_p
 def test_trials_prove_the_plan(upshift, model, data, tmp_path):
     answer = upshift(
         "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 2, "-o", tmp_path / "out", "--trial-seconds", 6,
-        "--set", "torch_compile=off", "--set", "attention=sdpa",
+        *CHEAP, *FEW,
     )  # fmt: skip
     assert answer.code == 0, answer.err
     assert "tried fp32" in answer.err

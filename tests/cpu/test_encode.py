@@ -193,18 +193,21 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
     text: str, total: int, limit: float | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, "classifier")
-    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
-    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
-    monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
-    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     counts: list[int] = []
+    samples: list[int] = []
 
     def take(count: int) -> list[str]:
         counts.append(count)
         return [text] * min(count, total)
 
-    Encoder(str(tmp_path), max_latency_ms=limit).prepare_from(take, total)
-    assert counts == expected
+    def begin(contest: object, host: object, sample: list[list[int]], *_: object, **__: object) -> None:
+        samples.append(len(sample))
+        raise NothingFits("the race itself is another test's")
+
+    monkeypatch.setattr("upshift.inference.encoding.encoder.race", begin)
+    with pytest.raises(NothingFits):
+        Encoder(str(tmp_path), max_latency_ms=limit).prepare_from(take, total)
+    assert counts == expected and samples == [min(expected[-1], total)]
 
 
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,3 +45,18 @@ def test_tasks_of_killed_copies_are_done_here() -> None:
         return number
 
     assert run_forked([lambda number=number: killed(number) for number in range(5)]) == list(range(5))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_objects_that_the_caller_excluded_from_collections_stay_excluded(frozen: bool) -> None:
+    """After a fork each full collection would visit the two million objects of the libraries again, for the rest of a process."""
+    if not frozen:
+        gc.unfreeze()
+    before = gc.get_freeze_count()
+    try:
+        assert (before > 0) == frozen
+        assert run_forked([os.getpid, os.getpid])[0] != os.getpid()
+        assert gc.get_freeze_count() == before
+    finally:
+        if not frozen:
+            gc.freeze()

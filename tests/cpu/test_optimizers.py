@@ -380,7 +380,7 @@ def test_in_backward_refuses_what_it_cannot_do() -> None:
 def test_an_optimizer_of_one_file_trains(tmp_path: Path) -> None:
     """The template, where it says that it goes: its losses fall, and are the same where ranks divide its state."""
     package = tmp_path / "upshift"
-    shutil.copytree(Path(upshift.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(upshift.__file__).parent, package)  # with what is compiled, else each process compiles it
     shutil.copy(ROOT / "templates" / "optimizer.py", package / "training" / "optimizers" / "toy.py")
     llama().config.save_pretrained(tmp_path / "llama")
     train_byte_level_bpe(["a text of a few words"] * 9, 300).save_pretrained(tmp_path / "llama")

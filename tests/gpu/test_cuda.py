@@ -6,6 +6,7 @@ Each test is skipped, with its reason, where there is no GPU.
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,8 @@ SMALL = LlamaConfig(
     vocab_size=16_000, max_position_embeddings=512,
 )  # fmt: skip
 LEARNING_RATE, STEPS = 1e-3, 4
+# Rows of SMALL whose memory is predicted. A CPU computes what a pretended GPU does: eight rows would take it a minute.
+ROWS = 2 if "PRETENDED_GPUS" in os.environ else 8
 
 
 def llama(config: LlamaConfig = TINY) -> LlamaForCausalLM:
@@ -107,7 +110,7 @@ def test_predicted_peak_is_within_four_percent(precision: str, recomputed: int, 
     profile = profile_model(source_of(model), sequence_length=256, variants=(Variant(precision, "sdpa", False),))  # type: ignore[arg-type]
     assert 45e6 < profile.parameters.total < 55e6
     plan = plan_of(
-        precision=precision, sequence_length=256, per_device_train_batch_size=8, activation_checkpointing=recomputed,
+        precision=precision, sequence_length=256, per_device_train_batch_size=ROWS, activation_checkpointing=recomputed,
         model=profile.model_hash,
     )  # fmt: skip
     predicted = predict_memory(profile, profile.steps[0], plan).peak
@@ -115,18 +118,19 @@ def test_predicted_peak_is_within_four_percent(precision: str, recomputed: int, 
     before = torch.cuda.memory_allocated()
     prepare_model(model, plan, Mesh(plan))
     optimizer = build_optimizer(model, plan, Arguments(max_steps=100))
-    inputs = batch_of(8, 256, SMALL.vocab_size, "cuda")
+    first = batch_of(1, 256, SMALL.vocab_size, "cuda")
+    inputs = batch_of(ROWS, 256, SMALL.vocab_size, "cuda")
 
-    def step() -> None:
+    def step(inputs: dict[str, torch.Tensor]) -> None:
         with autocast(plan):
             loss = model(**inputs, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()
+    step(first)  # makes the optimizer's state, for which one row does
     with allocated_peak("cuda", resident_bytes=0) as peak:
-        step()
+        step(inputs)
     assert peak.bytes is not None
     measured = peak.bytes - before
     print(f"{precision}, {recomputed} recomputed: predicted {predicted:.0f}, measured {measured} bytes")
@@ -167,7 +171,7 @@ def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
     assert losses(plan_of(activation_offload=True)) == losses(plan_of())
     peaks = []
     for offload in (False, True):
-        plan, model = plan_of(activation_offload=offload, sequence_length=512), llama(SMALL)
+        plan, model = plan_of(activation_offload=offload, sequence_length=512), llama()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         losses(plan, model=model, steps=2)

@@ -175,6 +175,16 @@ def test_only_what_layouts_can_need_is_traced(fixed: tuple[str, ...], precisions
     assert any(variant.divided for variant in variants) == divided
 
 
+@pytest.mark.parametrize(
+    ("attention", "traced"), [("sdpa", {"sdpa"}), ("block", {"sdpa", "block"}), ("eager", {"sdpa", "eager"})]
+)
+@pytest.mark.parametrize("length", [128, 4096])
+def test_kernels_that_a_request_excludes_are_not_traced(attention: str, traced: set[str], length: int) -> None:
+    """The plain default has sdpa, and is traced for every request."""
+    variants = variants_for(ONE, WORKLOAD.changed(sequence_length=length), (f"attention={attention}",))
+    assert {variant.attention for variant in variants} == traced
+
+
 @pytest.mark.parametrize("length", [128, 256, 257, 4096])
 @pytest.mark.parametrize("fixed", [(), ("attention=eager",)])
 @pytest.mark.parametrize("layout", ["tensor_parallel=2", "recompute_granularity=selective", "recompute_granularity=alternate"])

@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pretended_gpus import Run
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 CHECK = str(ROOT / "benchmarks" / "gpu" / "gpu_check.py")
 
 
@@ -25,10 +25,9 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["part"]: row for row in rows}
 
 
-def test_the_facts_and_a_layout_of_two_gpus(on_gpus: Run, tmp_path: Path) -> None:
+def test_the_facts_and_a_layout_of_two_gpus(on_gpus: Run, keep_probe: Callable[[str], None], tmp_path: Path) -> None:
     """ZeRO 3 on two GPUs has the losses of one. Limits are long: CPUs compute."""
-    kept = on_gpus("2x4090", str(HERE / "keep_probe.py"))
-    assert kept.returncode == 0, kept.stderr
+    keep_probe("2x4090")
     options = ("--quick", "--minutes", "200", "--output", str(tmp_path), "--only", "facts,layout-zero3")
     done = on_gpus("2x4090", CHECK, *options, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ NOT_HERE = {
     "test_four_bit_weights_train_an_adapter": "bitsandbytes has kernels of its own for CUDA",
     "test_rounded_weights[int4-weights-0.9]": "the tiles of tinygemm are a CUDA kernel's",
 }
+
+
+# Little is traced: what a GPU adds to the search is tested on described hosts.
+FIXED = ("--set", "torch_compile=off", "--set", "attention=sdpa", "--set", "packing=False")
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +46,25 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(on_gpus: Run, gpus: str, job: Path, output: Path, *options: str) -> dict[str, object]:
-    kept = on_gpus(gpus, str(HERE / "keep_probe.py"))
-    assert kept.returncode == 0, kept.stderr
-    done = on_gpus(
-        gpus, "-m", "upshift", "train", str(job / "model"), "--data", str(job / "data.jsonl"), "-o", str(output),
-        "--sequence-length", "64", "--global-batch", "8", "--max-steps", "4", "--set", "torch_compile=off", "--json", *options,
+@pytest.fixture
+def train(on_gpus: Run, keep_probe: Callable[[str], None], job: Path) -> Callable[..., dict[str, object]]:
+    """Return a function that trains on these GPUs and returns the record."""
+
+    def run(gpus: str, output: Path, *options: str) -> dict[str, object]:
+        keep_probe(gpus)
+        done = on_gpus(gpus, *command(job, output), "--json", *FIXED, *options)
+        assert done.returncode == 0, done.stderr
+        record: dict[str, object] = json.loads(done.stdout)
+        return record
+
+    return run
+
+
+def command(job: Path, output: Path) -> tuple[str, ...]:
+    return (
+        "-m", "upshift", "train", str(job / "model"), "--data", str(job / "data.jsonl"), "-o", str(output),
+        "--sequence-length", "64", "--global-batch", "8", "--max-steps", "4",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record: dict[str, object] = json.loads(done.stdout)
-    return record
 
 
 def losses(record: dict[str, object]) -> list[float]:
@@ -64,16 +78,17 @@ def test_the_device_does_what_a_gpu_does(on_gpus: Run) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "as a GPU does"), done.stderr
 
 
-def test_a_training_with_trials_is_that_of_the_cpu(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+def test_a_training_with_trials_is_that_of_the_cpu(
+    train: Callable[..., dict[str, object]], on_gpus: Run, job: Path, tmp_path: Path
+) -> None:
     """Trials, which are processes of their own, and the run itself find the device; the losses are the CPU's."""
-    plain = ("--set", "precision=fp32", "--set", "packing=False")
-    on_gpu = train(on_gpus, "h100", job, tmp_path / "gpu", "--trial-seconds", "15", *plain)
+    few = ("--set", "per_device_train_batch_size=4", "--set", "activation_checkpointing=0")  # plans that are worth a trial
+    plain = ("--set", "precision=fp32", *few)
+    on_gpu = train("h100", tmp_path / "gpu", "--trial-seconds", "90", *plain)
     assert on_gpu["measured"]["peak_gib"] > 0  # type: ignore[index]
     assert on_gpu["predicted"]["tier"] == "measured"  # type: ignore[index]
     on_cpu = on_gpus(
-        "h100", "-m", "upshift", "train", str(job / "model"), "--data", str(job / "data.jsonl"), "-o", str(tmp_path / "cpu"),
-        "--sequence-length", "64", "--global-batch", "8", "--max-steps", "4", "--set", "torch_compile=off", "--json",
-        "--trial-seconds", "0", *plain, CUDA_VISIBLE_DEVICES="",
+        "h100", *command(job, tmp_path / "cpu"), "--json", *FIXED, "--trial-seconds", "0", *plain, CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert on_cpu.returncode == 0, on_cpu.stderr
     assert losses(on_gpu) == pytest.approx(losses(json.loads(on_cpu.stdout)), rel=1e-5)
@@ -90,13 +105,11 @@ def test_the_tests_of_gpus_pass(on_gpus: Run, tmp_path: Path) -> None:
     assert len(cases) - len(failed) - len(skipped) >= 20, done.stdout[-3000:]
 
 
-def test_a_gpu_that_is_full_is_refused_in_words(on_gpus: Run, job: Path, tmp_path: Path) -> None:
-    kept = on_gpus("t4", str(HERE / "keep_probe.py"), PRETENDED_USED_MIB="15300")
-    assert kept.returncode == 0, kept.stderr
-    done = on_gpus(
-        "t4", "-m", "upshift", "train", str(job / "model"), "--data", str(job / "data.jsonl"), "-o", str(tmp_path / "out"),
-        "--sequence-length", "64", "--global-batch", "8", "--max-steps", "4", PRETENDED_USED_MIB="15300",
-    )  # fmt: skip
+def test_a_gpu_that_is_full_is_refused_in_words(
+    on_gpus: Run, keep_probe: Callable[[str], None], job: Path, tmp_path: Path
+) -> None:
+    keep_probe("t4")
+    done = on_gpus("t4", *command(job, tmp_path / "out"), *FIXED, PRETENDED_USED_MIB="15300")
     assert done.returncode == 3, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
 
@@ -146,26 +159,23 @@ def test_the_probe_measures_every_gpu_in_processes_of_its_own(on_gpus: Run, gpus
 
 
 def test_a_card_without_kernels_in_the_wheel_is_refused_before_planning(on_gpus: Run, job: Path, tmp_path: Path) -> None:
-    options = ("--data", str(job / "data.jsonl"), "-o", str(tmp_path / "out"), "--sequence-length", "64", "--max-steps", "2")
-    done = on_gpus("v100", "-m", "upshift", "train", str(job / "model"), *options)
+    done = on_gpus("v100", *command(job, tmp_path / "out"))
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert "none for compute capability 7.0" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_two_gpus_of_one_command_train_as_one(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+def test_two_gpus_of_one_command_train_as_one(train: Callable[..., dict[str, object]], tmp_path: Path) -> None:
     """``--nproc 2`` starts its ranks anew, as a fork could not use CUDA."""
-    plain = ("--set", "precision=fp32", "--set", "packing=False", "--trial-seconds", "0", "--save-steps", "2")
-    one = train(on_gpus, "2xh100", job, tmp_path / "one", *plain, "--nproc", "1")
-    two = train(on_gpus, "2xh100", job, tmp_path / "two", *plain, "--nproc", "2", "--fully-shard", "weights")
+    plain = ("--set", "precision=fp32", "--trial-seconds", "0", "--save-steps", "2")
+    one = train("2xh100", tmp_path / "one", *plain, "--nproc", "1")
+    two = train("2xh100", tmp_path / "two", *plain, "--nproc", "2", "--fully-shard", "weights")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert two["plan"]["num_processes"] == 2 and two["plan"]["layout"]["fully_shard"] == "weights"  # type: ignore[index]
 
 
-def test_offloads_change_no_loss(on_gpus: Run, job: Path, tmp_path: Path) -> None:
-    plain = ("--set", "precision=bf16", "--set", "packing=False", "--trial-seconds", "0")
-    here = train(on_gpus, "h100", job, tmp_path / "here", *plain)
-    moved = train(
-        on_gpus, "h100", job, tmp_path / "moved", *plain, "--set", "activation_offload=True", "--set", "optim_offload=True"
-    )
+def test_offloads_change_no_loss(train: Callable[..., dict[str, object]], tmp_path: Path) -> None:
+    plain = ("--set", "precision=bf16", "--trial-seconds", "0")
+    here = train("h100", tmp_path / "here", *plain)
+    moved = train("h100", tmp_path / "moved", *plain, "--set", "activation_offload=True", "--set", "optim_offload=True")
     assert losses(moved) == pytest.approx(losses(here), rel=1e-3)

@@ -47,10 +47,11 @@ def _can_fork() -> bool:
 
 def _run_in_workers(tasks: Sequence[Callable[[], T]], num_workers: int) -> Iterator[tuple[int, T]]:
     """Yield (number, result) of each task that succeeds, as it finishes."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()  # without this, each worker's garbage collector visits all objects of the libraries and copies their pages
+    is_frozen = gc.get_freeze_count() > 0  # then the caller excludes the libraries from every collection, and they stay excluded
+    if not is_frozen:
+        gc.freeze()  # without this, each worker's garbage collector visits all objects of the libraries and copies their pages
     workers = [_Worker(tasks) for _ in range(num_workers)]
-    if not was_frozen:  # else the caller excludes objects from every collection
+    if not is_frozen:
         gc.unfreeze()
     idle = list(workers)
     busy = dict[Any, _Worker]()

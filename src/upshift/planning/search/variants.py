@@ -60,7 +60,7 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     ]
     if "attention=eager" in fixed:
         return _and_eager(variants)
-    if workload.sequence_length > EAGER_ATTENTION_LIMIT:
+    if workload.sequence_length > EAGER_ATTENTION_LIMIT or {"attention=sdpa", "attention=block"} & {*fixed}:
         return tuple(variants)
     return (*variants, *(Variant(precision, "eager", False) for precision in precisions))
 
