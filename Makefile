@@ -13,7 +13,7 @@ TORCH_NEWEST ?= torch==2.13.0
 NEWEST_LIBRARIES := $(if $(findstring =,$(TORCH_NEWEST)),,torch) transformers accelerate peft tokenizers datasets safetensors
 # Every road once, and what transformers computes against what each engine computes: a release that renames an argument may
 # change results without an error.
-NEWEST_TESTS := tests/smoke tests/cpu/test_cached_layers.py tests/cpu/test_generate.py tests/cpu/test_encode.py
+NEWEST_TESTS := tests/smoke tests/cpu/models/test_cached_layers.py tests/cpu/inference/test_generate.py tests/cpu/inference/test_encode.py
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
 .PHONY: help demo test gpu test-newest light mutants check docs clean
@@ -72,7 +72,7 @@ define mutate
 	$(BIN)/python tests/mutation/run.py draw $(3) --number $(2) --seed 30 > build/mutants-$(1).json
 	$(BIN)/python tests/mutation/run.py run build/mutants-$(1).json --tests $(4) --output build/mutants-$(1)-result.json
 endef
-CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py $(addprefix tests/cpu/test_checkpoint,_parts.py .py _damage.py)
+CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py $(addprefix tests/cpu/training/test_checkpoint,_parts.py .py _damage.py)
 DATA_TESTS := $(addprefix tests/light/test_,data_figures.py batches.py corpus_writer.py) \
 	$(addprefix tests/cpu/test_,data.py data_layouts.py data_lengths.py data_show.py data_tables.py data_vocabulary.py chat_content.py chat_data.py unknown_tokens.py)
 LOSS_SPLIT := $(addprefix src/upshift/training/hf_trainer/loss_,split.py state.py)

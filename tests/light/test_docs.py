@@ -1,5 +1,5 @@
 """What the pages tell a person to type is understood: commands by the command line's own parsers, Python by the names and
-arguments of the source. Nothing is run here; tests/cpu/test_readme.py runs the central ones."""
+arguments of the source. Nothing is run here; tests/cpu/cli/test_readme.py runs the central ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on pretended GPUs that train a tiny model in some layout: tests/cpu/parallel_runs.py with ``device="cuda"``.
+"""Ranks on pretended GPUs that train a tiny model in some layout: tests/cpu/helpers/parallel_runs.py with ``device="cuda"``.
 
 The worlds fork after their imports, as on CPUs. Some imports ask for the device's capability, which forbids a real process to
 fork; no rank of this process computes before the fork.

@@ -1,8 +1,8 @@
 """Predict the bytes that one rank exchanges in an optimizer step, and the seconds that computation does not hide.
 
 The bytes are counted by the group of ranks that exchange them. They are those that upshift's own loop moves, counted between gloo
-ranks (tests/cpu/test_layouts.py). Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO (Rajbhandari et al.
-2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
+ranks (tests/cpu/planning/test_layouts.py). Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO
+(Rajbhandari et al. 2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
 
 What computation hides:
 

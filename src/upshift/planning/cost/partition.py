@@ -24,7 +24,7 @@ class InFlight(NamedTuple):
 
     Gradients exist in every backward pass of a step except the first, in which they are allocated. Where they always exist there
     is no such first pass. The numbers are those of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13),
-    measured between gloo ranks (tests/cpu/test_layouts.py): the transfer holds what was sent.
+    measured between gloo ranks (tests/cpu/planning/test_layouts.py): the transfer holds what was sent.
     """
 
     first: float = 0.0  # micro-batches whose activations exist in the step's first backward pass; 0: as in any other
@@ -365,8 +365,8 @@ def _embedding_gradient_rest(profile: ModelProfile, plan: Plan, stage: Stage) ->
 def _fsdp_transients(profile: ModelProfile, plan: Plan, stage: Stage) -> FsdpTransients:
     """Return the transient bytes of torch's fully_shard (FSDPParamGroup of torch 2.13).
 
-    They are exact between gloo ranks (tests/cpu/test_layouts.py). A gather fills one buffer, which is then copied into the
-    weights. In the forward pass the buffer stays until the next layer's copy. In the backward pass the layer before is gathered
+    They are exact between gloo ranks (tests/cpu/planning/test_layouts.py). A gather fills one buffer, which is then copied into
+    the weights. In the forward pass the buffer stays until the next layer's copy. In the backward pass the layer before is gathered
     meanwhile. Gradients are copied into one fp32 buffer, which stays until that of the next layer. Weights outside the layers
     are whole all the time.
     """

@@ -312,7 +312,7 @@ def test_memory_of_loading_two_gigabytes(tmp_path):
     free = detect().cpu
     if not sys.platform.startswith("linux") or free is None or (free.free_memory_bytes or 0) < 6 * GIB:
         pytest.skip("needs Linux and 6 GiB of free memory")
-    cases = Path(__file__).parents[2] / "benchmarks" / "cases"
+    cases = Path(__file__).parents[3] / "benchmarks" / "cases"
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=9, num_attention_heads=16, num_key_value_heads=8,
         vocab_size=16_000, architectures=["LlamaForCausalLM"], dtype="float32",

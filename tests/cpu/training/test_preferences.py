@@ -312,7 +312,7 @@ def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, r
     assert peaks[0] is not None and peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+PAGE = Path(__file__).parents[3] / "docs" / "preferences.md"
 
 
 def test_the_command_of_the_page_runs_and_needs_the_memory_that_it_predicts(tmp_path: Path) -> None:

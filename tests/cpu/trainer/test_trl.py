@@ -175,7 +175,7 @@ def test_a_short_run_says_why_it_has_no_plan(model: Path, tmp_path: Path) -> Non
 
 def test_the_script_of_the_page_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of docs/trl.md on rows of chats, with use_cpu=True as the page says. TRL's default is bf16."""
-    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
     script = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     script = script.replace('SFTConfig(output_dir="trained"', 'SFTConfig(output_dir="trained", use_cpu=True')

@@ -19,7 +19,9 @@ from upshift.errors import JobFailed
 from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, describe_stall, find_straggler
 from upshift.training.loop.monitor import reporting_death
 
-WORLD = Path(__file__).with_name("watched_ranks.py")
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+WORLD = HELPERS / "watched_ranks.py"
 
 
 def said_in(case: str, folder: Path, *, world: int = 2) -> list[tuple[int, int, str]]:

@@ -41,8 +41,10 @@ from upshift.xla.training.step import (  # noqa: E402
 from upshift.xla.training.strategy import Devices, choose_devices  # noqa: E402
 from upshift.xla.training.train import train  # noqa: E402
 
-REPLICAS = Path(__file__).parent / "xla_replicas" / "run_replicas.py"
-BATCHES = Path(__file__).parent / "xla_batches.py"
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+REPLICAS = HELPERS / "xla_replicas" / "run_replicas.py"
+BATCHES = HELPERS / "xla_batches.py"
 STEPS = 20
 
 

@@ -21,7 +21,9 @@ from upshift.hardware.exchange_probe import free_port
 from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
 
-RANKS = Path(__file__).parent / "launching_ranks"
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+RANKS = HELPERS / "launching_ranks"
 SECONDS = 120.0  # a rank imports torch before it begins, beside whatever else runs
 
 

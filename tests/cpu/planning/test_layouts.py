@@ -28,7 +28,9 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
-SCRIPTS = {way: Path(__file__).with_name(name) for way, name in (("real", "real_ranks.py"), ("fake", "one_rank.py"))}
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+SCRIPTS = {way: HELPERS / name for way, name in (("real", "real_ranks.py"), ("fake", "one_rank.py"))}
 TIMEOUT_SECONDS = 600
 BATCH, SEQUENCE, LAYERS = 4, 128, 4
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "use_cache": False}

@@ -1,6 +1,6 @@
 """Requests that are none: broken JSON, wrong types, bodies that are too large, too slow or never end, clients that leave.
 
-``python tests/cpu/malformed.py --count 10000`` sends so many to a server of a tiny model, and prints statuses and memory.
+``python tests/cpu/helpers/malformed.py --count 10000`` sends so many to a server of a tiny model, and prints statuses and memory.
 """
 
 from __future__ import annotations

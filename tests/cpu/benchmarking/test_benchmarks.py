@@ -23,7 +23,7 @@ from upshift.hardware import detect
 from upshift.record import Record
 
 CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = ROOT / "benchmarks" / "cases"
 
 

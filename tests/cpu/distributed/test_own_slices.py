@@ -17,6 +17,8 @@ from upshift.models.source import find_model
 from upshift.training.distributed import parallelize
 from upshift.training.distributed.parallelize import Rehearsals
 
+HELPERS = Path(__file__).parents[1] / "helpers"
+
 LAYOUTS = {
     "tensor": {"tensor_parallel": 2},
     "weights": {"fully_shard": "weights", "shard_size": 2},
@@ -37,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("which, layout", [("untied", "tensor"), ("tied", "weights"), ("tied", "stages")])
 def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path], warm_scripts: WarmScripts) -> None:
-    script = Path(__file__).with_name("own_slices_ranks.py")
+    script = HELPERS / "own_slices_ranks.py"
     ended = warm_scripts.run(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     got = json.loads(ended.stdout.splitlines()[-1])

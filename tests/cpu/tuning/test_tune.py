@@ -27,10 +27,12 @@ from upshift.tuning.report import write_study_page
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
 from upshift.tuning.tune import TuneResult, tune
 
+HELPERS = Path(__file__).parents[1] / "helpers"
+
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
 CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
-HP_SCRIPT = Path(__file__).with_name("searching_trainer.py")
+HP_SCRIPT = HELPERS / "searching_trainer.py"
 
 
 @pytest.fixture(scope="module")

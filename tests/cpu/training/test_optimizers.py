@@ -37,7 +37,7 @@ from upshift.training.prepare import convert_to_fp8, offload_activations
 from upshift.training.step import TrainStep
 
 STEPS = 10
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
 OFFERED = {
     "adamw_torch_fused": "", "adamw_torch": "", "adafactor": "", "adamw_torch_8bit": "", "adamw_torch_4bit": "",

@@ -51,6 +51,8 @@ from upshift.loading.placement.modules import place_model, placement_units
 from upshift.loading.placement.place import CPU, DISK, MemoryNeeds, place_units
 from upshift.models.source import find_model
 
+HELPERS = Path(__file__).parents[1] / "helpers"
+
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 500}
 LLAMA, TIED = LlamaConfig(**SMALL), LlamaConfig(**SMALL, tie_word_embeddings=True)
 MODELS = {
@@ -402,7 +404,7 @@ def test_a_model_larger_than_its_memory_says_the_same(two_gigabytes: Path) -> No
     checkpoint = find_checkpoint(two_gigabytes)
     assert checkpoint.total_bytes > 1_900_000_000
     limit = int(checkpoint.total_bytes / 1.5)
-    command = [sys.executable, str(Path(__file__).with_name("larger_than_memory.py")), str(two_gigabytes), str(limit)]
+    command = [sys.executable, str(HELPERS / "larger_than_memory.py"), str(two_gigabytes), str(limit)]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
     assert found["limited"] == found["unlimited"]
     assert found["read"] > checkpoint.total_bytes  # five passes

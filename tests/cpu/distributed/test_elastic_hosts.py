@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-CASE = Path(__file__).parents[2] / "benchmarks" / "cases" / "elastic.py"
+CASE = Path(__file__).parents[3] / "benchmarks" / "cases" / "elastic.py"
 # Names, bridge and processes of this test alone, which end with it; no root is needed where users may have namespaces.
 APART = (
     "unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",

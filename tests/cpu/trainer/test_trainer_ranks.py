@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+SCRIPT = HELPERS / "trainer_ranks.py"
 TENSOR = {"layout": {"tensor_parallel": 2}}
 MEANS = {"arguments": {"average_tokens_across_devices": False}}  # transformers would multiply a mean over rows by the ranks
 SMOOTHED = {"arguments": {"label_smoothing_factor": 0.1, "max_steps": 3}}

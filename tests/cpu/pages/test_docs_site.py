@@ -16,7 +16,7 @@ import pytest
 from headless import browser
 from web_driver import Page, driven
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PHONE, DESK, PATIENCE_SECONDS = 390, 1280, 10.0
 GUIDES = "return [...document.querySelectorAll('article td a[href]')].map(link => link.href)"
 ELSEWHERE = (

@@ -20,6 +20,8 @@ from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16, stored_in_bf16
 from upshift.errors import JobFailed, RequestError
 
+HELPERS = Path(__file__).parents[1] / "helpers"
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "initializer_range": 0.5,
@@ -278,7 +280,7 @@ def test_overhead() -> None:
 
 def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path, warm_scripts: WarmScripts) -> None:
     """Fully sharded and tensor-parallel ranks all find it; of a pipeline's, the one that has the layer."""
-    world = Path(__file__).with_name("debugged_ranks.py")
+    world = HELPERS / "debugged_ranks.py"
     warm_scripts.run(world, str(tmp_path), timeout=300).check_returncode()
     found = {layout.name: {rank.name: json.loads(rank.read_text()) for rank in layout.iterdir()} for layout in tmp_path.iterdir()}
     words = "model.layers.1.mlp.up_proj (Linear) makes inf of finite numbers"

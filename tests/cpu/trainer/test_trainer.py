@@ -397,7 +397,7 @@ def test_every_argument_is_in_the_table() -> None:
     """docs/training_arguments.md says of every field of the installed transformers what becomes of it."""
     core = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert core <= FIELDS.keys()
-    page = Path(__file__).parents[2] / "docs" / "training_arguments.md"
+    page = Path(__file__).parents[3] / "docs" / "training_arguments.md"
     assert page.read_text(encoding="utf-8") == markdown()
     refuse_unsupported(TrainingArguments("unused", use_cpu=True))  # defaults are nobody's wish
 

@@ -18,9 +18,10 @@ import psutil
 import pytest
 from test_train import a_job, a_plan, home  # noqa: F401  a fixture
 
+HELPERS = Path(__file__).parents[1] / "helpers"
+
 LIMIT_SECONDS = 3.0
 PATIENCE_SECONDS = 120.0
-HERE = Path(__file__).parent
 
 RUN = """
 from pathlib import Path
@@ -96,7 +97,7 @@ def pids_below(pid: int) -> list[int]:
 
 
 def start(code: str, started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HELPERS), str(HELPERS.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     started.append(process)

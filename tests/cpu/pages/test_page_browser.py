@@ -45,7 +45,7 @@ def made_up_page() -> RunPage:
 
 def test_claims_are_drawn_on_a_phone_without_an_error(tmp_path: Path) -> None:
     page = tmp_path / "claims.html"
-    page.write_text(claims_page(claim_statuses(find_cases(Path(__file__).parents[2] / "benchmarks" / "cases"))))
+    page.write_text(claims_page(claim_statuses(find_cases(Path(__file__).parents[3] / "benchmarks" / "cases"))))
     document, said = opened(page, tmp_path / "profile", width=390)
     assert said == [] and 'data-plots="2"' in document
 
