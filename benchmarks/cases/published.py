@@ -71,7 +71,7 @@ FITTED = {
     "MooreThreads/SimuMax": ("Llama 3 70B, 12 layers",),
 }
 # What may differ between two rows of one run: a run whose memory was published in two kinds has a row for each.
-NOT_OF_A_RUN = ("memory_kind", "peak_gib", "quote", "notes", "path")
+NOT_OF_A_RUN = ("memory_kind", "peak_gib", "quote", "notes", "path", "commit")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 row["source"].split("/")[-1], plan=found.plan.model_dump(mode="json"), predicted=predicted,
                 measured=measured, details={"published": named, "terms": found.time.terms},
             )  # fmt: skip
-            run = json.dumps({key: value for key, value in row.items() if key not in NOT_OF_A_RUN}, sort_keys=True)
+            facts = {key: value for key, value in row.items() if key not in NOT_OF_A_RUN and value is not None}
+            run = json.dumps(facts, sort_keys=True)
             is_new = run not in runs
             runs.add(run)
             scored.append(

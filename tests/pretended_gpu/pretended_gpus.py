@@ -57,7 +57,8 @@ def _build(source: Path, path: Path) -> None:
 
 def environment(gpus: str, **more: str) -> dict[str, str]:
     """Return the environment of a process that has these GPUs, such as 2xh100."""
-    paths = [str(DEVICE), str(ROOT / "src"), str(ROOT / "tests" / "cpu" / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = (DEVICE, ROOT / "src", ROOT / "tests" / "cpu" / "helpers")
+    paths = [*map(str, ours), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ, "PRETENDED_GPUS": gpus, "PRETENDED_GPU_LIBRARY": str(library()), "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1", **more,

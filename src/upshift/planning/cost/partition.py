@@ -366,9 +366,9 @@ def _fsdp_transients(profile: ModelProfile, plan: Plan, stage: Stage) -> FsdpTra
     """Return the transient bytes of torch's fully_shard (FSDPParamGroup of torch 2.13).
 
     They are exact between gloo ranks (tests/cpu/planning/test_layouts.py). A gather fills one buffer, which is then copied into
-    the weights. In the forward pass the buffer stays until the next layer's copy. In the backward pass the layer before is gathered
-    meanwhile. Gradients are copied into one fp32 buffer, which stays until that of the next layer. Weights outside the layers
-    are whole all the time.
+    the weights. In the forward pass the buffer stays until the next layer's copy. In the backward pass the layer before is
+    gathered meanwhile. Gradients are copied into one fp32 buffer, which stays until that of the next layer. Weights outside the
+    layers are whole all the time.
     """
     element_size = compute_bytes(plan)
     trained = profile.parameters.trainable_layers / max(profile.parameters.layers, 1)
