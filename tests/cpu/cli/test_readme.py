@@ -36,16 +36,15 @@ def paths(tmp_path_factory) -> dict[str, str]:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT * 2)
-    (folder / "prompts.txt").write_text("once\nupon a time\n")
     (folder / "space.yaml").write_text("learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}\n")
     return {
         "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "trained-xla": str(folder / "trained-xla"),
-        "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
-        "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
+        "examples/texts.txt": str(ROOT / "examples" / "texts.txt"), "rows.npy": str(folder / "rows.npy"),
+        "examples/prompts.txt": str(ROOT / "examples" / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
         CHAT_MODEL: str(save_model(folder / "chat-model", byte_level_tokenizer(MARKED))), "tuned": str(folder / "tuned"),
         "examples/chats.jsonl": str(ROOT / "examples" / "chats.jsonl"),
-        "small": str(folder / "small"), "space.yaml": str(folder / "space.yaml"), "sharded": str(folder / "sharded"),
+        "small": str(folder / "small"), "examples/space.yaml": str(folder / "space.yaml"), "sharded": str(folder / "sharded"),
     }  # fmt: skip
 
 

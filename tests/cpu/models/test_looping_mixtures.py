@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import JetMoeConfig, SwitchTransformersConfig, TrainingArguments
 
@@ -17,6 +18,8 @@ from upshift.errors import RequestError
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
+from upshift.models.tracing.fast_fake_mode import fake_mode
+from upshift.models.tracing.routing import all_tokens_to_one_expert
 from upshift.planning.plan import Plan
 
 CONFIGS: dict[str, tuple[str, Any]] = {
@@ -74,6 +77,18 @@ def test_every_expert_has_a_gradient_in_a_trace(tmp_path_factory: pytest.TempPat
     mixture = build("switch").encoder.block[1]
     num_bytes = sum(4 * weight.numel() for weight in mixture.parameters())
     assert layer.gradients_go is not None and layer.gradients_go.born.one == num_bytes
+
+
+def test_a_mask_that_no_expert_asks_about_stays_unknown() -> None:
+    """Else a model that selects tokens by their labels would be traced as if it selected none."""
+    with fake_mode(), all_tokens_to_one_expert():
+        mask = torch.ones(8, dtype=torch.bool)
+        with pytest.raises(DynamicOutputShapeException):
+            torch.where(mask)
+        experts = torch.ones(2, dtype=torch.bool).nonzero()
+        assert [len(torch.where(mask)[0]) for _ in experts] == [8, 0]
+        with pytest.raises(DynamicOutputShapeException):
+            torch.where(mask)
 
 
 STEPS = 4

@@ -23,8 +23,8 @@ PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.mem
 
 def fake_mode() -> Any:
     """Return a new mode for fake tensors: the fast one, or torch's if this torch has another cache."""
-    fast_class = _fast_class()
-    return FAKE_TENSOR_MODE.get()() if fast_class is None else fast_class()
+    torch_class = FAKE_TENSOR_MODE.get()  # raises MissingInternal, also if the fast class was made before
+    return (_fast_class() or torch_class)()
 
 
 @cache

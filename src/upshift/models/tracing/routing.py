@@ -35,7 +35,8 @@ class _Routing:
         self._nonzero = fake_tensor_class.nonzero
         self._tolist = fake_tensor_class.tolist
         self._num_routed = 0  # pairs of a token and an expert, as the last topk chose them
-        self._is_first_expert = False  # the next one that asks for its tokens
+        self._num_experts = 0  # of the loop that runs
+        self._num_waiting = 0  # those that have not asked for their tokens yet
 
     def topk(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = self._topk(tensor, *args, **kwargs)
@@ -46,15 +47,18 @@ class _Routing:
         """Return all experts, as rows of numbers: no fake tensor has a number to name an expert by."""
         if args or kwargs or tensor.ndim != 1 or tensor.dtype != torch.bool:
             return self._nonzero(tensor, *args, **kwargs)
-        self._is_first_expert = True
+        self._num_experts = len(tensor)
+        self._num_waiting = len(tensor)
         return [[expert] for expert in range(len(tensor))]
 
     def where(self, condition: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the indices of all elements of the mask for the first expert, and no indices for the others."""
-        if args or kwargs or not is_fake(condition):
+        """Return the indices of all elements of the mask for the first expert, and no indices for the others.
+
+        A mask that no expert asks about stays unknown, and the model cannot be traced."""
+        if args or kwargs or not self._num_waiting or not is_fake(condition):
             return WHERE(condition, *args, **kwargs)
-        num_tokens = condition.numel() if self._is_first_expert else 0
-        self._is_first_expert = False
+        num_tokens = condition.numel() if self._num_waiting == self._num_experts else 0
+        self._num_waiting -= 1
         return tuple(condition.new_empty(num_tokens, dtype=torch.int64) for _ in range(condition.ndim))
 
     def tolist(self, tensor: torch.Tensor) -> Any:
