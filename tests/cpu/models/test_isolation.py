@@ -165,7 +165,7 @@ def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
     model = load_or_build(source, plan_of(), from_config=True, seed=1)
     split = restrict_to_isolation(Split("labels", trims=True, drops_mask=True, flattens=True), model)
     with pytest.raises(RequestError, match="the given plan is not possible"):
-        check_plan(plan_of(packing=True, attention="sdpa"), split)
+        check_plan(plan_of(packing=True, attention="sdpa"), split, model)
 
 
 def test_what_cannot_be_tested_is_not_packed(monkeypatch):
