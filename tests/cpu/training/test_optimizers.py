@@ -362,7 +362,7 @@ def test_options_of_optimizers() -> None:
 def test_a_missing_library_is_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"optim=adamw_8bit needs bitsandbytes: run  pip install 'upshift\[bitsandbytes\]'"):
-        build_optimizer(llama(), a_plan(optim="adamw_8bit"), arguments())
+        build_optimizer(llama(), a_plan(optim="adamw_8bit", device="cuda"), arguments())
 
 
 def test_in_backward_refuses_what_it_cannot_do() -> None:
