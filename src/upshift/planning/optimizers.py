@@ -156,7 +156,7 @@ def check_library(library: str, *, purpose: str, on_gpu: bool = False) -> None:
     if on_gpu and not has_gpu_code(library):
         raise RequestError(
             f"{purpose} needs {library} with its code for GPUs, and the installed {library} has none (it is built for CPUs "
-            f"only); run  pip install --force-reinstall {library}"
+            f"only); run  pip uninstall {library}, and then  pip install {library}"
         )
 
 

@@ -89,7 +89,8 @@ def test_data_without_names_does_not_drop_a_plan(options: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize("text", ["packing=false", "packing=FALSE", "packing=0"])
 def test_a_value_is_read_as_the_planner_reads_it(text: str, tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path, fixed=text, trial_seconds=0)
+    cheap = ("precision=fp32", "torch_compile=off", "attention=sdpa", "activation_checkpointing=0")
+    trainer = a_trainer(tmp_path, fixed=(text, *cheap), trial_seconds=0)
     trainer.train()
     assert trainer.upshift_choice is not None and trainer.upshift_choice.plan.packing is False
 
