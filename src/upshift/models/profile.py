@@ -179,7 +179,7 @@ class Parameters(Value):
     total: int  # tied parameters count once
     embedding: int
     layers: int
-    head: int  # 0 if the head is tied to the embedding
+    head: int  # its own: of a head that is tied to the embedding, a bias or a copy beside an adapter, or 0
     other: int
     buffers_bytes: int
     tied: bool
@@ -201,6 +201,11 @@ class Parameters(Value):
         tables = {entry.shape: entry.count for entry in self.looked_up}
         remaining = ((entry.shape, entry.count - tables.get(entry.shape, 0)) for entry in self.trainable_shapes)
         return tuple(ParameterShape(shape=shape, count=count) for shape, count in remaining if count > 0 and len(shape) > 1)
+
+    @property
+    def whole_head(self) -> int:
+        """Return the number of parameters that the head computes with, which may be the embedding's, too."""
+        return self.head + (self.embedding if self.tied else 0)
 
     @property
     def adapter(self) -> bool:

@@ -152,17 +152,23 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(max_examples=150)
-@given(heads())
-def test_any_head(drawn: dict[str, Any]) -> None:
-    """Against the same in double precision with all logits."""
+def tensors_of(drawn: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return hidden states, the head's weight and its bias, and labels."""
     torch.manual_seed(drawn["seed"])
-    head: HeadLoss = drawn["head"]
     hidden = torch.randn(drawn["tokens"], drawn["width"], requires_grad=True)
     weight = torch.randn(drawn["words"], drawn["width"], requires_grad=True)
     bias = torch.randn(drawn["words"], requires_grad=True) if drawn["bias"] else None
     labels = torch.randint(drawn["words"], (drawn["tokens"],))
-    labels[torch.rand(drawn["tokens"]) < drawn["ignored"]] = head.ignore_index
+    labels[torch.rand(drawn["tokens"]) < drawn["ignored"]] = drawn["head"].ignore_index
+    return hidden, weight, bias, labels
+
+
+@settings(max_examples=150)
+@given(heads())
+def test_any_head(drawn: dict[str, Any]) -> None:
+    """Against the same in double precision with all logits."""
+    head: HeadLoss = drawn["head"]
+    hidden, weight, bias, labels = tensors_of(drawn)
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     ours = linear_cross_entropy(hidden, weight, bias, labels, head)
     found = torch.autograd.grad(3 * ours, inputs)
@@ -182,13 +188,8 @@ def test_any_head(drawn: dict[str, Any]) -> None:
 @given(heads())
 def test_losses_of_tokens_with_any_factors(drawn: dict[str, Any]) -> None:
     """As the sum above: how much each token's loss counts is decided after all are computed."""
-    torch.manual_seed(drawn["seed"])
     head: HeadLoss = drawn["head"]
-    hidden = torch.randn(drawn["tokens"], drawn["width"], requires_grad=True)
-    weight = torch.randn(drawn["words"], drawn["width"], requires_grad=True)
-    bias = torch.randn(drawn["words"], requires_grad=True) if drawn["bias"] else None
-    labels = torch.randint(drawn["words"], (drawn["tokens"],))
-    labels[torch.rand(drawn["tokens"]) < drawn["ignored"]] = head.ignore_index
+    hidden, weight, bias, labels = tensors_of(drawn)
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     ours = linear_token_losses(hidden, weight, bias, labels, head)
     assert float(ours.sum().detach()) == pytest.approx(

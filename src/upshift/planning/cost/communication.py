@@ -196,19 +196,22 @@ class Volumes:
             yield Transfer("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
 
     @property
-    def elements(self) -> float:
-        """Return the number of weights that the rank computes with."""
+    def _part_of_model(self) -> tuple[int, ...]:
+        """Return what decides which weights the rank has."""
         layout = self.plan.layout
         divided = (layout.tensor_parallel, layout.vocabulary_parallel, layout.expert_parallel)
-        key = ("elements", divided, self.stage.first, self.stage.last)
+        return (*divided, self.stage.first, self.stage.last)
+
+    @property
+    def elements(self) -> float:
+        """Return the number of weights that the rank computes with."""
+        key = ("elements", *self._part_of_model)
         return self.memo.get_or_compute(key, lambda: elements(self.profile, self.plan, self.stage))
 
     @property
     def trained_elements(self) -> float:
         """Return how many of ``elements`` are trained."""
-        layout = self.plan.layout
-        divided = (layout.tensor_parallel, layout.vocabulary_parallel, layout.expert_parallel)
-        key = ("trained", divided, self.stage.first, self.stage.last)
+        key = ("trained", *self._part_of_model)
         part = self.memo.get_or_compute(key, lambda: trained_part(self.profile, self.plan, self.stage))
         return part * self.profile.parameters.trainable
 

@@ -207,7 +207,7 @@ def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     is trained whole beside an adapter.
     """
     parameters = profile.parameters
-    head = parameters.head + (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
+    head = parameters.head if stage.has_embedding else parameters.whole_head
     num_elements = float(parameters.embedding * stage.has_embedding + (head + parameters.other) * stage.has_head)
     return num_elements * outside_part(profile, plan)
 

@@ -245,7 +245,7 @@ def weight_bytes(
         divided = saved_share * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
         outside_divided = saved_share * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
     first = parameters.embedding
-    last = parameters.head + (parameters.embedding if parameters.tied else 0)
+    last = parameters.whole_head
     ends = parameters.embedding + parameters.head if pipeline_parallel == 1 else max(first, last)
     outside = size * (ends * (1.0 - outside_divided) + parameters.other)
     return in_layers * (1.0 - divided) / pipeline_parallel + outside + parameters.buffers_bytes

@@ -353,8 +353,7 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
         return None
     read_rate = rates.weights * stored.read_share * degree
     unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
-    head = profile.parameters.head + (profile.parameters.embedding if profile.parameters.tied else 0)
-    head = head if workload.task == "generate" else 0
+    head = profile.parameters.whole_head if workload.task == "generate" else 0
     prompt = workload.prompt_length
     steps = workload.decode_steps
     return Engine(
