@@ -109,8 +109,8 @@ def prompt_vocabulary(config: Any) -> int:
 
 def check_prompt_ids(ids: Sequence[int], name: str, vocabulary: int, reference: str) -> None:
     """Raise RequestError for a token id that the model does not have. ``name`` names the prompt in the message."""
-    unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if unknown is not None:
+    if not 0 <= min(ids, default=0) <= max(ids, default=0) < vocabulary:
+        unknown = next(token for token in ids if not 0 <= token < vocabulary)
         raise RequestError(
             f"{name} has the token id {unknown}, and {reference!r} has 0 to {vocabulary - 1:,}: the tokenizer is of another "
             "model; save the tokenizer with which the model was trained beside it"
