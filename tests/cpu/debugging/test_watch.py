@@ -8,15 +8,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 from watched_ranks import GONE, STOPPED
 
-from upshift.debugging.run_report import examine_run
+from upshift.debugging.run_report import FOLDER, examine_run
 from upshift.errors import JobFailed
-from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, describe_stall, find_straggler
+from upshift.training.distributed import watchdog
+from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, Watchdog, describe_stall, find_straggler
 from upshift.training.loop.monitor import reporting_death
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -75,6 +80,32 @@ def test_who_waits_for_a_rank_that_is_gone_ends(case: str, tmp_path: Path) -> No
     (words,) = (finding.what for finding in examine_run(tmp_path) if finding.subject == f"rank {1 - GONE[case]}")
     expected = {"gone": "rank 1 says nothing since", "first gone": "rank 0, or the launcher beside it, does not answer since"}
     assert expected[case] in words, words
+
+
+def test_a_full_disk_and_a_closed_pipe_do_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 never speaks. Neither the reports nor the warning can be written, and rank 0 is ended all the same."""
+    (tmp_path / FOLDER).write_text("no folder can be made here")
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog, "_clone_store", HashStore)
+    monkeypatch.setattr(watchdog, "rank_environment", lambda: (0, 2))
+    for name, value in {"PERIOD": 0.01, "PATIENCE": 0.02, "STEPS_OF_PATIENCE": 0, "SILENCE": 1, "ENDS_AFTER": 0.3}.items():
+        monkeypatch.setattr(watchdog, name, value)
+    warnings: list[str] = []
+
+    def warn(step: int, message: str) -> None:
+        warnings.append(message)
+        raise BrokenPipeError
+
+    plan: Any = SimpleNamespace(device="cpu", num_processes=2)
+    watch = Watchdog(plan, warn, tmp_path)
+    with watch, watch.step(1):
+        assert ended.wait(20)
+        assert all(thread.is_alive() for thread in watch._threads)
+    assert "rank 1 says nothing" in warnings[0]
+    assert "rank 1 says nothing" in caplog.messages[0] and "this one ends" in caplog.messages[0]
 
 
 def test_a_straggler_is_named_with_its_time(tmp_path: Path) -> None:

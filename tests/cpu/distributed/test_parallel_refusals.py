@@ -43,6 +43,9 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "quantized state": (
         Case(world=2, layout=SHARED, plan={"optim": "adamw_torch_8bit"}), ("adamw_torch_8bit", "cannot be saved"),
     ),
+    "quantized state of stages": (
+        Case(world=2, layout={"pipeline_parallel": 2}, plan={"optim": "adamw_torch_4bit"}), ("adamw_torch_4bit", "ranks that divide"),
+    ),
 }  # fmt: skip
 
 

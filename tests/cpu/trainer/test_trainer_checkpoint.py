@@ -37,6 +37,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.training.checkpoint import async_save
 from upshift.training.checkpoint import directory as checkpoint_files
 from upshift.training.checkpoint.directory import find_checkpoints
+from upshift.training.checkpoint.optimizer import optimizer_content
 from upshift.training.hf_trainer import checkpoint_files as trainer_files
 from upshift.training.hf_trainer import save as saving
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
@@ -671,7 +672,7 @@ def test_the_step_waits_for_the_copy_only(tmp_path: Path) -> None:
     one.train()
     for _ in range(3):
         start = time.perf_counter()
-        kept = async_save.copy_weights(model), async_save.copy_optimizer(one._upshift_plain_optimizer())
+        kept = async_save.copy_weights(model), async_save.copy_optimizer(optimizer_content(one._upshift_plain_optimizer(), model))
         copy = time.perf_counter() - start
         del kept
         start = time.perf_counter()

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from upshift.training.checkpoint.optimizer import (
     describe_optimizer,
     encode,
     optimizer_bytes,
+    optimizer_content,
     parameter_names,
     place_state,
     plain_name,
@@ -88,7 +90,7 @@ def test_the_state_is_in_as_many_files_as_the_limit_asks_for(tmp_path: Path, mon
         folder = tmp_path / str(limit)
         folder.mkdir()
         monkeypatch.setattr(checkpoint_optimizer, "MAX_FILE_BYTES", limit)
-        saved = write_optimizer(folder, optimizer, model)
+        saved = write_optimizer(folder, optimizer_content(optimizer, model))
         files = sorted(path.name for path in folder.iterdir())
         assert len(files) == num_files
         names = [f"optimizer-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
@@ -159,16 +161,23 @@ def test_a_writer_does_one_thing_at_a_time_and_raises_its_error_once() -> None:
     writer.wait()
     assert writer.check()
 
-    def fail() -> None:
-        raise OSError("no room")
+    for error in (OSError("no\nroom"), AttributeError("no room"), KeyError("no room"), RuntimeError("no room")):
+        writer.start(partial(fail, error))
+        assert writer._thread is not None
+        writer._thread.join()
+        assert writer.has_failed
+        with pytest.raises(JobFailed, match=f"{type(error).__name__}.*no room.* resume from the newest") as raised:
+            writer.check()
+        assert "\n" not in str(raised.value) and raised.value.__cause__ is error
+        assert not writer.has_failed and writer.check()
+    refusal = RequestError("another disk")
+    writer.start(partial(fail, refusal))
+    with pytest.raises(RequestError, match="^another disk$"):
+        writer.wait()
 
-    writer.start(fail)
-    assert writer._thread is not None
-    writer._thread.join()
-    assert writer.has_failed
-    with pytest.raises(OSError, match="no room"):
-        writer.check()
-    assert not writer.has_failed and writer.check()
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_a_copy_needs_room_beside_what_the_process_may_need_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,15 @@ CHAINS: dict[str, tuple[str, ...]] = {  # a step each
     ),
     "bf16": ("masters", "one process", "zero3"),
 }  # fmt: skip
+UPDATED_ON_HOST = ("hybrid", "tensor", "stages x zero1", "masters")
 
 
 def plan_of(name: str, precision: str = "fp32") -> Plan:
     world, layout = SHARED[name]
     replicas = world // (layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1))
     size = GLOBAL_BATCH // (2 * replicas)
-    shared = {"num_processes": world, "layout": layout, "precision": precision}
+    shared: dict[str, Any] = {"num_processes": world, "layout": layout, "precision": precision}
+    shared["optim_offload"] = name in UPDATED_ON_HOST
     return a_plan(**shared, per_device_train_batch_size=size, gradient_accumulation_steps=2)
 
 

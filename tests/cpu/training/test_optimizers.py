@@ -27,6 +27,7 @@ from upshift.planning.optimizers import REFUSED, optimizers, read_optim_args
 from upshift.planning.plan import Plan, changes_of_mathematics
 from upshift.training.arguments import Arguments, LearningRateSchedule
 from upshift.training.batches.sampler import Position
+from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.distributed.mesh import Mesh
@@ -182,11 +183,11 @@ def test_state_dict_of_muon_goes_round() -> None:
     assert other.train(range(3, 6)) == run.train(range(3, 6)) and same(run, other)
 
 
-def save(directory: Path, run: Run, step: int) -> None:
+def save(directory: Path, run: Run, step: int, writer: BackgroundWriter | None = None) -> None:
     state = TrainState(step=step, position=Position(epoch=0, batch=step), seed=3, tokens_seen=step, plan=run.plan.model_dump())
     save_checkpoint(
         directory, model=run.model, tokenizer=None, optimizer=run.optimizer, scaler_state=None, state=state,
-        scheduler_state=run.schedule.state_dict(),
+        scheduler_state=run.schedule.state_dict(), writer=writer,
     )  # fmt: skip
 
 
@@ -209,7 +210,11 @@ def test_resume_is_exact(name: str, tmp_path: Path) -> None:
     expected = whole.train(range(6))
     torch.manual_seed(1)
     losses = first.train(range(3))
-    save(tmp_path, first, 3)
+    writer = BackgroundWriter()
+    save(tmp_path, first, 3, writer)
+    assert writer._thread is not None, "it was not written in the background"
+    first.train(range(3, 4))  # the state in the checkpoint is a copy
+    writer.wait()
     torch.manual_seed(99)
     second.model.load_state_dict({key: torch.zeros_like(value) for key, value in second.model.state_dict().items()})
     newest = newest_checkpoint(tmp_path)

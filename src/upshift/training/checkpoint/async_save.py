@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
+from upshift.errors import JobFailed, UpshiftError
 from upshift.hardware.cgroup import read_limits
 from upshift.training.checkpoint.model import saved_state
+from upshift.training.checkpoint.optimizer import OptimizerContent
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._failure: UpshiftError | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Wait for any earlier work, start the new work, and return at once. Raise the error of the earlier work."""
@@ -67,10 +70,23 @@ class BackgroundWriter:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as failure:  # wait() raises it, whatever it is, in the thread that started the work
+        except Exception as error:  # wait() raises it, whatever it is, in the thread that started the work
+            failure = _one_line(error)
             # Log it too, because the process may end without another call.
             logger.error("%s", failure)
             self._failure = failure
+
+
+def _one_line(error: Exception) -> UpshiftError:
+    """Return the error of a write as one that the user sees as one line. What it came from stays its cause."""
+    if isinstance(error, UpshiftError):
+        return error
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    failure = JobFailed(
+        f"a checkpoint could not be written in the background ({message}); earlier checkpoints are whole, resume from the newest"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 SMALLEST_MAPPED_BYTES = 2**16
@@ -134,31 +150,17 @@ def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: copies.copy(tensor) for name, tensor in saved_state(model).items()}
 
 
-def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class with copied state, for the same parameters. It can only be written."""
+def copy_optimizer(content: OptimizerContent) -> OptimizerContent:
+    """Return the content with copied tensors. The keys stay the tensors that the optimizer updates, which it names."""
     copies = HostCopies()
 
     def copied(value: Any) -> Any:
         return copies.copy(value) if isinstance(value, Tensor) else value
 
     state = {}
-    for parameter, parameter_state in optimizer.state.items():
+    for parameter, parameter_state in content.state.items():
         state[parameter] = {key: copied(value) for key, value in parameter_state.items()}
     groups = [
-        {key: list(value) if key == "params" else copied(value) for key, value in group.items()}
-        for group in optimizer.param_groups
+        {key: list(value) if key == "params" else copied(value) for key, value in group.items()} for group in content.groups
     ]
-    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(copy).update(state=state, param_groups=groups)
-    return copy
-
-
-class ParameterNames(nn.Module):
-    """The parameter names of a model at one moment, for write_optimizer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._named = tuple(model.named_parameters())
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._named)
+    return replace(content, state=state, groups=groups)

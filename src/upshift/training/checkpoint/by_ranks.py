@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.tensors import dtype_of
@@ -172,7 +173,7 @@ def load_sharded_checkpoint(
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
     restore_shards(directory, saved.optimizer, model, optimizer)
-    scheduler.load_state_dict(decode(saved.scheduler))
+    load_schedule(scheduler, decode(saved.scheduler))
     if saved.scaler is not None:
         scaler.load_state_dict(decode(saved.scaler))
     plan = mesh.plan
@@ -185,6 +186,20 @@ def load_sharded_checkpoint(
     else:
         seed_rng(saved.train.seed, saved.train.step, mesh.rank // plan.layout.tensor_parallel)
     return saved.train
+
+
+def load_schedule(schedule: LambdaLR, saved: dict[str, Any]) -> None:
+    """Go on with the steps of a saved schedule, at the learning rates of this rank's parameter groups.
+
+    The saved lists have the rates of the groups of the rank that wrote them, and a pipeline stage may have fewer groups.
+    """
+    groups = schedule.optimizer.param_groups
+    own_lists = {
+        "base_lrs": [group["initial_lr"] for group in groups],
+        "_last_lr": [group["lr"] for group in groups],
+        "lr_lambdas": [None] * len(groups),
+    }
+    schedule.load_state_dict({**saved, **own_lists})
 
 
 def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.loading.output_lock import LOCK_NAME
-from upshift.training.checkpoint.async_save import BackgroundWriter, ParameterNames, copy_optimizer, copy_weights, has_room
+from upshift.training.checkpoint.async_save import BackgroundWriter, copy_optimizer, copy_weights, has_room
 from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
@@ -46,7 +46,14 @@ from upshift.training.checkpoint.model import (
     save_model,
     write_model,
 )
-from upshift.training.checkpoint.optimizer import decode, encode, optimizer_bytes, read_optimizer, write_optimizer
+from upshift.training.checkpoint.optimizer import (
+    decode,
+    encode,
+    optimizer_bytes,
+    optimizer_content,
+    read_optimizer,
+    write_optimizer,
+)
 from upshift.training.checkpoint.rng import RngState, capture_rng, read_rng, restore_rng, seed_rng, write_rngs
 from upshift.training.checkpoint.state import STATE_NAME, SavedState, TrainState
 
@@ -173,8 +180,7 @@ def save_checkpoint(
     name = final.name
     rngs = rngs or [capture_rng(next(model.parameters()).device)]
     weights: dict[str, Tensor] | None = None
-    saved_from: torch.optim.Optimizer = optimizer
-    names: nn.Module = model
+    content = optimizer_content(optimizer, model)
     with writing(directory, name=name, temporary=temporary):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
@@ -184,15 +190,14 @@ def save_checkpoint(
         in_background = writer is not None and has_room(num_bytes)
         if in_background:
             weights = copy_weights(model)
-            saved_from = copy_optimizer(optimizer)
-            names = ParameterNames(model)
+            content = copy_optimizer(content)
         scheduler = encode(scheduler_state)
         scaler = encode(scaler_state)
 
     def write() -> None:
         with writing(directory, name=name, temporary=temporary):
             write_model(temporary, model, tokenizer, original_names=False, weights=weights)
-            saved_optimizer = write_optimizer(temporary, saved_from, names)
+            saved_optimizer = write_optimizer(temporary, content)
             write_rngs(temporary, rngs)
             saved = SavedState(
                 train=state, optimizer=saved_optimizer, scheduler=scheduler, scaler=scaler, files=file_sizes(temporary)

@@ -11,7 +11,8 @@ The few torch values among the plain ones (a dtype, a size, a tensor learning ra
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,25 @@ def updated_parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) 
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, (HostOptimizer, ShardedOptimizer)) else optimizer).__name__
+    """Return the name of the class that computes the update: that of shards, and of copies on the host, is inside."""
+    while isinstance(optimizer, (HostOptimizer, ShardedOptimizer)):
+        optimizer = optimizer.inner
+    return type(optimizer).__name__
+
+
+@dataclass(frozen=True)
+class OptimizerContent:
+    """The parts of an optimizer that a checkpoint holds."""
+
+    class_name: str
+    names: Mapping[Tensor, str]  # the parameter name of each tensor that the optimizer updates
+    state: Mapping[Tensor, dict[str, Any]]
+    groups: Sequence[dict[str, Any]]
+
+
+def optimizer_content(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerContent:
+    names = updated_parameter_names(optimizer, model)
+    return OptimizerContent(class_name(optimizer), names, optimizer.state, optimizer.param_groups)
 
 
 def check_same_optimizer(directory: Path, saved_class: str, optimizer: torch.optim.Optimizer) -> None:
@@ -107,12 +126,13 @@ def cannot_divide(directory: Path) -> RequestError:
     return RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state cannot be divided; resume in one process")
 
 
-def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
-    names = updated_parameter_names(optimizer, model)
+def write_optimizer(directory: Path, content: OptimizerContent) -> SavedOptimizer:
+    """Write the tensors of the state. Return the description of everything else."""
+    names = content.names
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in content.state.items():
         for key, value in state.items():
             full_name = f"{names[parameter]}.{key}"
             if not isinstance(value, Tensor):
@@ -120,12 +140,12 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
             elif type(value) in (Tensor, nn.Parameter):
                 tensors[full_name] = value.detach()
             else:
-                subclasses[full_name], components = _flatten_subclass(value, optimizer)
+                subclasses[full_name], components = _flatten_subclass(value, content.class_name)
                 tensors |= {f"{full_name}.{component}": tensor for component, tensor in components.items()}
     _write_tensors(directory, tensors)
     return SavedOptimizer(
-        optimizer_class=class_name(optimizer),
-        groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
+        optimizer_class=content.class_name,
+        groups=tuple(_saved_group(group, names) for group in content.groups),
         numbers=numbers,
         subclasses=subclasses,
     )
@@ -134,12 +154,13 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
     """Return the description of an optimizer without the tensors of its state.
 
-    ``names`` has the name of each tensor that the optimizer updates.
+    ``names`` has the name of each tensor that the optimizer updates. A rank whose shard of a parameter is empty does not count
+    its steps: a resumed one began again at 0, and ranks with elements have the right count.
     """
     numbers: dict[str, dict[str, Any]] = {}
     for tensor, state in optimizer.state.items():
         values = {key: encode(value) for key, value in state.items() if not isinstance(value, Tensor)}
-        if values:
+        if values and tensor.numel():
             numbers[names[tensor]] = values
     return SavedOptimizer(
         optimizer_class=class_name(optimizer),
@@ -163,7 +184,7 @@ def _plain_tensors(value: Tensor) -> dict[str, Tensor]:
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
 
-def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
+def _saved_group(group: dict[str, Any], names: Mapping[Tensor, str]) -> SavedGroup:
     options = {key: encode(value) for key, value in group.items() if key != "params" and key not in IMPLEMENTATION_OPTIONS}
     return SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=options)
 
@@ -191,21 +212,21 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         save_file(contents, directory / f"optimizer{suffix}.safetensors")
 
 
-def _flatten_subclass(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
+def _flatten_subclass(value: Tensor, optimizer_name: str) -> tuple[SavedSubclass, dict[str, Tensor]]:
     """Return the description and the plain tensors of a tensor of a subclass. Raise RequestError for unknown classes."""
     tensor_class = type(value)
-    class_name = f"{tensor_class.__module__}.{tensor_class.__qualname__}"
+    tensor_name = f"{tensor_class.__module__}.{tensor_class.__qualname__}"
     error = RequestError(
-        f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
+        f"the state of optimizer {optimizer_name} is in tensors of {tensor_name}, which cannot be saved; "
         f"use one of {', '.join(optimizers())}"
     )
-    if not class_name.startswith(REBUILDABLE_PREFIX):
+    if not tensor_name.startswith(REBUILDABLE_PREFIX):
         raise error
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     components = {name: getattr(value, name) for name in names}
     if any(type(component) is not Tensor for component in components.values()):
         raise error
-    return SavedSubclass(tensor_class=class_name, parts=tuple(names), context=encode(context)), components
+    return SavedSubclass(tensor_class=tensor_name, parts=tuple(names), context=encode(context)), components
 
 
 def _rebuild_subclass(saved: SavedSubclass, components: dict[str, Tensor]) -> Tensor:

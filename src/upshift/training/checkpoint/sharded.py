@@ -220,38 +220,52 @@ def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     Raise RequestError for state that is not made of plain tensors.
     """
     names = full_names(model)
-    for shard, parameter, piece in _updated_pieces(optimizer):
-        for key, value in optimizer.state.get(shard, {}).items():
+    for updated, piece in _updated_pieces(optimizer):
+        name = names[updated.parameter]
+        shard = updated.shard
+        for key, value in optimizer.state.get(updated.state_key, {}).items():
             if isinstance(value, Tensor):
                 if type(value) is not Tensor:
                     raise RequestError(f"the optimizer keeps {type(value).__name__} of parts of weights, which cannot be saved")
                 value_piece = piece if value.shape == shard.shape else Piece(shape=tuple(value.shape))
-                yield f"{names[parameter]}.{key}", (value_piece, value)
-        if shard.data_ptr() != _local_tensor(parameter).data_ptr() and shard.dtype != parameter.dtype:
-            yield f"{names[parameter]}.{MASTER_KEY}", (piece, shard)
+                yield f"{name}.{key}", (value_piece, value)
+        if shard.data_ptr() != _local_tensor(updated.parameter).data_ptr() and shard.dtype != updated.parameter.dtype:
+            yield f"{name}.{MASTER_KEY}", (piece, shard)
+
+
+@dataclass(frozen=True)
+class UpdatedTensor:
+    """What the optimizer of this rank updates of one parameter."""
+
+    parameter: Tensor
+    shard: Tensor  # of the parameter: the same memory, or an fp32 copy
+    state_key: Tensor  # the tensor to which the optimizer's state belongs: the shard, or its copy on the host
 
 
 def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """Return the parameter name of each tensor that the optimizer of this rank updates."""
+    """Return the parameter name of each tensor to which this rank's optimizer has a state."""
     names = full_names(model)
-    return {tensor: names[parameter] for tensor, parameter in _updated_tensors(optimizer)}
+    return {updated.state_key: names[updated.parameter] for updated in _updated_tensors(optimizer)}
 
 
-def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor that the optimizer of this rank updates, with its parameter."""
+def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[UpdatedTensor]:
+    shards: dict[Tensor, Tensor] = {}  # of each shard, its parameter
     if isinstance(optimizer, ShardedOptimizer):
-        yield from optimizer.shards.items()
-    elif isinstance(optimizer, HostOptimizer):
-        yield from optimizer.copies.items()
+        shards = optimizer.shards
+        optimizer = optimizer.inner
+    if isinstance(optimizer, HostOptimizer):
+        state_keys = dict(optimizer.copies)
     else:
-        yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
+        state_keys = {tensor: tensor for group in optimizer.param_groups for tensor in group["params"]}
+    for state_key, shard in state_keys.items():
+        yield UpdatedTensor(shards.get(shard, shard), shard, state_key)
 
 
-def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-    """Yield each non-empty tensor that the optimizer of this rank updates, with its parameter and the piece of it."""
-    for tensor, parameter in _updated_tensors(optimizer):
-        if tensor.numel():
-            yield tensor, parameter, piece_of(parameter, rows=_updated_rows(optimizer, parameter))
+def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[UpdatedTensor, Piece]]:
+    """Yield each non-empty shard that the optimizer of this rank updates, and the piece that it is of the parameter."""
+    for updated in _updated_tensors(optimizer):
+        if updated.shard.numel():
+            yield updated, piece_of(updated.parameter, rows=_updated_rows(optimizer, updated.parameter))
 
 
 def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
@@ -364,38 +378,39 @@ def load_shards(
     ``read_pieces``.
     """
     stored = stored or read_pieces(directory)
-    masters = {shard for shard, parameter, _ in _updated_pieces(optimizer) if shard.dtype != parameter.dtype}
-    load_weights(directory, model, stored, allow_rounding=bool(masters))
+    has_masters = any(updated.shard.dtype != updated.parameter.dtype for updated, _ in _updated_pieces(optimizer))
+    load_weights(directory, model, stored, allow_rounding=has_masters)
     names = full_names(model)
     keys: dict[str, list[str]] = {}
     for full_name in stored["optimizer"]:
         name, _, key = full_name.rpartition(".")
         keys.setdefault(name, []).append(key)
-    groups = {shard: group for group in optimizer.param_groups for shard in group["params"]}
+    groups = {state_key: group for group in optimizer.param_groups for state_key in group["params"]}
     optimizer.state.clear()
-    for shard, parameter, piece in _updated_pieces(optimizer):
-        name = names[parameter]
+    for updated, piece in _updated_pieces(optimizer):
+        name = names[updated.parameter]
+        state_key = updated.state_key
         state: dict[str, Any] = dict(numbers(name))
         for key in keys.get(name, ()):
             full_name = f"{name}.{key}"
             if key == MASTER_KEY:
                 continue
-            state[key] = _read_state(shard, piece, full_name, stored["optimizer"], directory, groups[shard])
+            state[key] = _read_state(state_key, piece, full_name, stored["optimizer"], directory, groups[state_key])
         if state:
-            optimizer.state[shard] = state
-        if shard.dtype != parameter.dtype:
+            optimizer.state[state_key] = state
+        if updated.shard.dtype != updated.parameter.dtype:
             master = f"{name}.{MASTER_KEY}"
             kind = "optimizer" if master in stored["optimizer"] else "weights"
-            fill(shard, piece, master if kind == "optimizer" else name, stored[kind], directory)
+            fill(updated.shard, piece, master if kind == "optimizer" else name, stored[kind], directory)
 
 
 def _read_state(
-    shard: Tensor, piece: Piece, full_name: str, stored: StoredPieces, directory: Path, group: dict[str, Any]
+    state_key: Tensor, piece: Piece, full_name: str, stored: StoredPieces, directory: Path, group: dict[str, Any]
 ) -> Tensor:
-    """Return one tensor of the state of a shard."""
+    """Return one tensor of the state of a shard, where the shard or its copy on the host is."""
     first_piece, first_tensor = stored[full_name][0]
     if first_piece.shape != piece.shape:  # a number for the whole parameter, such as its count of steps
-        return place_state(read_tensor(first_tensor).clone(), full_name.rpartition(".")[2], shard, group)
-    state = torch.empty_like(shard, dtype=dtype_of(first_tensor), requires_grad=False)
+        return place_state(read_tensor(first_tensor).clone(), full_name.rpartition(".")[2], state_key, group)
+    state = torch.empty_like(state_key, dtype=dtype_of(first_tensor), requires_grad=False)
     fill(state, piece, full_name, stored, directory)
     return state

@@ -96,7 +96,7 @@ def _why_impossible(plan: Plan) -> str | None:
             f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
             "use optim=adamw_torch_fused, or ranks that divide nothing"
         )
-    if divides and optimizers()[plan.optim].library is not None:
+    if (divides or layout.pipeline_parallel > 1) and optimizers()[plan.optim].library is not None:
         return (
             f"the quantized state of optim={plan.optim} cannot be saved in parts; "
             "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"

@@ -301,7 +301,8 @@ class Watchdog:
         """Pass on the message, once for each subject."""
         if message is not None and subject not in self._warned:
             self._warned.add(subject)
-            self._on_warning(step, message)
+            with suppress(OSError):  # the terminal or the pipe that it goes to may be gone
+                self._on_warning(step, message)
 
     def _report(self, kind: str, step: int, message: str, waiting: PendingCollective | None) -> None:
         """Write a report for `upshift doctor`: what every thread of this rank is doing."""
@@ -309,7 +310,8 @@ class Watchdog:
             return
         collective = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
         report = report_of(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=message, waiting=collective)
-        report.write(self._output)
+        with suppress(OSError):  # the disk may be full, or what hangs; without its report this thread still watches
+            report.write(self._output)
 
     def _current_line(self) -> str | None:
         """Return the innermost line of this package that the main thread is in."""

@@ -45,9 +45,10 @@ class ShardedUpdate:
         self._divided = [parameter for parameter in self.trained if id(parameter) not in experts]
         self._shards: dict[Tensor, Tensor] = {}
         for parameter in self._divided:
-            self._shards[parameter] = self._own_rows(local_shard(parameter.data))
+            # Detached, a shard shares the version of its weight: a copy on the host is made again if the weight was loaded.
+            self._shards[parameter] = self._own_rows(local_shard(parameter.detach()))
         for parameter in self._experts:
-            self._shards[parameter] = local_shard(parameter.data)
+            self._shards[parameter] = local_shard(parameter.detach())
         self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, if the weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}
         if self.has_masters:

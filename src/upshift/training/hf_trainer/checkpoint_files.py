@@ -49,7 +49,7 @@ from upshift.training.checkpoint.directory import (
     writing,
 )
 from upshift.training.checkpoint.model import checked_target, extra_bytes, has_adapter, write_adapter, write_weights
-from upshift.training.checkpoint.optimizer import class_name, encode, plain_name
+from upshift.training.checkpoint.optimizer import class_name, encode, plain_name, updated_parameter_names
 from upshift.training.checkpoint.sharded import (
     Piece,
     is_sharded,
@@ -116,10 +116,10 @@ def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise RequestError if it is known before the first step that the optimizer cannot be saved."""
-    model_parameters = set(model.parameters())
-    optimizer_name = type(optimizer).__name__
+    named = updated_parameter_names(optimizer, model).keys()
+    optimizer_name = class_name(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        if not model_parameters.issuperset(group["params"]):
+        if not named >= set(group["params"]):
             raise RequestError(
                 f"optimizer {optimizer_name} trains parameters that the model has not, so no checkpoint could name them; "
                 "make it of model.parameters(), or set save_only_model=True or save_strategy='no'"

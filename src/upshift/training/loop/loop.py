@@ -230,8 +230,8 @@ class TrainingLoop:
         return data
 
     def _stop_reference(self) -> None:
-        """Raise Interrupted on all ranks if rank 0 was asked to stop."""
-        if all_reduce_max(int(self.stop.requested and self.rank == 0), self.plan):
+        """Raise Interrupted on all ranks if one of them was asked to stop."""
+        if all_reduce_max(int(self.stop.requested), self.plan):
             raise Interrupted("interrupted before the first step; nothing is saved, start again")
 
     def write_to(self, folder: Path) -> None:
@@ -379,7 +379,10 @@ class TrainingLoop:
             self._send_event(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
 
     def _reason_to_stop(self) -> str:
-        """Return the reason to stop, or an empty text. All ranks return the same: rank 0's clock and signals decide."""
+        """Return the reason to stop, or an empty text. All ranks return the same.
+
+        A signal to any rank stops all. Time is that of rank 0's clock.
+        """
         number = 0
         if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
             number = REASONS.index("tokens")
@@ -387,7 +390,7 @@ class TrainingLoop:
             number = REASONS.index("seconds")
         if self.progress.patience_is_over:
             number = REASONS.index(EARLY_STOPPING)
-        if self.stop.requested and self.rank == 0:
+        if self.stop.requested:
             number = REASONS.index("interrupted")
         if self.saver.has_failed:
             number = REASONS.index("not saved")
