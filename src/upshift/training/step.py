@@ -192,8 +192,14 @@ class TrainStep:
         """
         if self._copies is not None:
             self._copies.sum_gradients(self.model.parameters(), loss_share)
-        overlapped = self._overlapped_sums is not None and self._overlapped_sums.summed
-        sum_gradients_over_job(self.optimizer, self.model, self.mesh, summed=overlapped or self.plan.layout.gathers)
+        overlapped = self._overlapped_sums
+        sum_gradients_over_job(
+            self.optimizer,
+            self.model,
+            self.mesh,
+            summed=self.plan.layout.gathers or (overlapped is not None and overlapped.summed),
+            is_used=None if overlapped is None else overlapped.is_used,
+        )
         sum_loss(loss_share, self.mesh)
         self.scaler.unscale_(self.optimizer)
         agree_on_overflow(self.scaler, self.optimizer, self.mesh)

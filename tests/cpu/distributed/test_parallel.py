@@ -34,6 +34,9 @@ CASES = {
     "data parallel": Case(world=2),
     "weights that no rank uses": Case("opt without layers", world=2, options=DECAY),
     "weights that no rank uses, overlapped": Case("opt without layers", world=2, options=DECAY, overlapped=True),
+    "weights that no rank uses in some steps, overlapped": Case(
+        world=2, options=FIVE_STEPS, steps=5, layers=4, skips=(0, 2, 3), overlapped=True
+    ),
     **{
         f"weights that no rank uses in some steps, {name}": Case(
             world=2, layout=layout, plan=plan, options=FIVE_STEPS, steps=5, layers=4, skips=(0, 2, 3)

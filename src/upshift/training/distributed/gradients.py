@@ -86,31 +86,28 @@ def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
         sum_in_buckets(local_gradients(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
-def unused_parameters(parameters: list[nn.Parameter], mesh: Mesh, is_used: Callable[[nn.Parameter], bool]) -> list[nn.Parameter]:
-    """Return the parameters that no rank of this pipeline stage used in this step. Every rank calls it.
+def has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None
 
-    ``is_used`` says whether this rank's backward passes gave a gradient to the parameter, or to its part of it. A GPU is waited
-    for only if some parameter was not used here.
+
+def unused_parameters(
+    parameters: list[nn.Parameter],
+    is_used: Callable[[nn.Parameter], bool],
+    largest: Callable[[torch.Tensor], object],
+    device: torch.device | str,
+) -> list[nn.Parameter]:
+    """Return the parameters that no rank used in this step, so that an optimizer leaves them alone, as in one process.
+
+    Every rank calls it. ``is_used`` says whether this rank's backward passes gave a gradient to the parameter, or to its part
+    of it. ``largest`` sets flags on ``device`` to their maximum over the ranks, in place. A GPU is waited for only if some
+    parameter was not used here.
     """
     used = [is_used(parameter) for parameter in parameters]
-    flags = torch.tensor(used, dtype=torch.uint8, device=mesh.plan.device)
-    all_reduce_over(flags, mesh, (*REPLICA_DIMENSIONS, "tensor"), operation=dist.ReduceOp.MAX)
+    flags = torch.tensor(used, dtype=torch.uint8, device=device)
+    largest(flags)
     if all(used):
         return []
     return [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if not flag]
-
-
-def use_counts(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return 1 for each parameter that has a gradient, else 0. Summed over ranks, it is the number of ranks that used it."""
-    device = parameters[0].device if parameters else None
-    return torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
-
-
-def drop_unused_gradients(parameters: list[nn.Parameter], counts: torch.Tensor) -> None:
-    """Drop the gradients of parameters that no rank used, so that an optimizer leaves them alone, as in one process."""
-    for parameter, count in zip(parameters, counts.tolist(), strict=True):
-        if not count:
-            parameter.grad = None
 
 
 def sum_in_buckets(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
@@ -204,7 +201,6 @@ class OverlappedSums:
         self._flat: list[torch.Tensor] = []
         self.summed = False  # whether the gradients are those of all ranks
         self._num_missing: list[int] | None = None  # gradients of each bucket, during the last backward pass
-        self._trained = [parameter for bucket in self._buckets for parameter in bucket]
         self._used: set[nn.Parameter] = set()  # in this step, by this rank
         self._works: list[Any] = []
         for number, bucket in enumerate(self._buckets):
@@ -229,7 +225,6 @@ class OverlappedSums:
         self._send()
         for work in self._works:
             work.wait()
-        drop_unused_gradients(self._trained, self._flat[-1][-len(self._trained) :])
         self._num_missing = None
         self._works = []
         self.summed = True
@@ -237,6 +232,10 @@ class OverlappedSums:
 
     def agree(self) -> None:
         self.agreement.agree()
+
+    def is_used(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank's backward passes of the step gave the parameter a gradient. Each one has a part of a bucket."""
+        return parameter in self._used
 
     def forget(self) -> None:
         """Forget the buckets, after their gradients are used or dropped."""
@@ -246,12 +245,11 @@ class OverlappedSums:
 
     def _make_gradients(self) -> None:
         self.forget()
-        for number, bucket in enumerate(self._buckets):
+        for bucket in self._buckets:
             sizes = [parameter.numel() for parameter in bucket]
-            num_counts = len(self._trained) if number == len(self._buckets) - 1 else 0  # the last one also sums use counts
-            flat = torch.zeros(sum(sizes) + num_counts, dtype=bucket[0].dtype, device=bucket[0].device)
+            flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
             self._flat.append(flat)
-            for parameter, part in zip(bucket, flat[: sum(sizes)].split(sizes), strict=True):
+            for parameter, part in zip(bucket, flat.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
 
     def _count_gradient(self, number: int, parameter: nn.Parameter) -> None:
@@ -264,9 +262,6 @@ class OverlappedSums:
         """Start the sums of complete buckets, in the same order on all ranks."""
         assert self._num_missing is not None
         while len(self._works) < len(self._flat) and not self._num_missing[len(self._works)]:
-            if len(self._works) == len(self._flat) - 1:  # the backward pass is over, or has used every weight
-                counts = [float(parameter in self._used) for parameter in self._trained]
-                self._flat[-1][-len(counts) :] = torch.tensor(counts)
             self._works.append(dist.all_reduce(self._flat[len(self._works)], group=self.group, async_op=True))
 
 

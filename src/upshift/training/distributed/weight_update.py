@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,11 @@ from upshift.internals.torch_names import SCALER_STATES
 from upshift.planning.layout import Layout
 from upshift.training.distributed.fsdp import UsedWeights
 from upshift.training.distributed.gradients import (
+    REPLICA_DIMENSIONS,
     ShardedDimensions,
+    all_reduce_over,
     clip_gradients,
+    has_gradient,
     local_shard,
     sharded_dimensions,
     sum_gradients,
@@ -28,6 +31,7 @@ from upshift.training.distributed.partial_gradients import sum_partial_gradients
 from upshift.training.distributed.zero1 import ShardedUpdate
 from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
+IsUsed = Callable[[nn.Parameter], bool]
 
 class ShardedWeights:
     """The UpdateSharding of weights that are DTensors, or whole on every rank: each rank updates what it has.
@@ -75,18 +79,21 @@ def make_update_sharding(model: nn.Module, mesh: Mesh) -> UpdateSharding | None:
     return ShardedWeights(model, mesh.plan.layout) if has_shards else None
 
 
-def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, *, summed: bool) -> None:
+def sum_gradients_over_job(
+    optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, *, summed: bool, is_used: IsUsed | None = None
+) -> None:
     """Set the gradients of the optimizer's parameters to those of the whole job.
 
-    ``summed`` says that they are already summed over the ranks with the same weights. A weight that no rank used has no gradient
-    afterwards, so that the optimizer leaves it alone, as in one process.
+    ``summed`` says that they are already summed over the ranks with the same weights. ``is_used`` says whether this rank used a
+    parameter in the step, if its gradient does not tell. A weight that no rank used has no gradient afterwards, so that the
+    optimizer leaves it alone, as in one process.
     """
     sharding = optimizer.sharding if isinstance(optimizer, ShardedOptimizer) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad if sharding is None else sharding.gradient(parameter)
 
-    unused = find_unused(optimizer, model, mesh)
+    unused = find_unused(optimizer, model, mesh, is_used)
     if isinstance(sharding, ShardedUpdate):
         sum_partial_gradients(model, mesh, sharding.whole_gradient)
         sharding.reduce()
@@ -100,14 +107,23 @@ def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, m
         optimizer.take_gradients()
 
 
-def find_unused(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """Return the trained parameters that no rank used in this step. Every rank calls it, before gradients are summed."""
+def find_unused(
+    optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, is_used: IsUsed | None = None
+) -> list[nn.Parameter]:
+    """Return the trained parameters that no rank of this pipeline stage used in this step.
+
+    Every rank calls it, before gradients are summed.
+    """
     if mesh.device_mesh is None:
         return []
+    if is_used is None:
+        is_used = optimizer.sharding.is_used if isinstance(optimizer, ShardedOptimizer) else has_gradient
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if isinstance(optimizer, ShardedOptimizer):
-        return unused_parameters(trained, mesh, optimizer.sharding.is_used)
-    return unused_parameters(trained, mesh, lambda parameter: parameter.grad is not None)
+
+    def largest(flags: Tensor) -> None:
+        all_reduce_over(flags, mesh, (*REPLICA_DIMENSIONS, "tensor"), operation=dist.ReduceOp.MAX)
+
+    return unused_parameters(trained, is_used, largest, mesh.plan.device)
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

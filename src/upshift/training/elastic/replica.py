@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from upshift.settings import quiet_torchft
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.gradients import drop_unused_gradients, use_counts
+from upshift.training.distributed.gradients import has_gradient, unused_parameters
 from upshift.training.elastic.state_transfer import POLL_SECONDS, FolderTransport, TransferableRun
 from upshift.units import MIB
 from upshift.value import Value
@@ -144,9 +144,9 @@ class ReplicaGroup:
     def sum_gradients(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> None:
         """Sum the gradients and the loss of all replicas, in place. Raise RetryStep on the remaining ones if one was lost."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        counts = use_counts(trained)
+        unused = unused_parameters(trained, has_gradient, self._set_largest, self._device)
         gradients = [_gradient(parameter) for parameter in trained]
-        for bucket in _buckets([counts, *gradients]):
+        for bucket in _buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             self._sum(flat)
             sizes = [gradient.numel() for gradient in bucket]
@@ -154,10 +154,11 @@ class ReplicaGroup:
                 gradient.copy_(total.view_as(gradient))
         self._sum(loss)
         number = torch.tensor(float(self._own_number), device=self._device)
-        self._manager.allreduce(number, reduce_op=dist.ReduceOp.MAX).wait()
+        self._set_largest(number)
         if not self._manager.should_commit():
             raise RetryStep
-        drop_unused_gradients(trained, counts)
+        for parameter in unused:
+            parameter.grad = None
         self._agreed_number = int(number)
 
     def agreed_max(self, number: int) -> int:
@@ -167,6 +168,9 @@ class ReplicaGroup:
         """
         self._own_number = number
         return self._agreed_number
+
+    def _set_largest(self, tensor: Tensor) -> None:
+        self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.MAX).wait()
 
     def _sum(self, tensor: Tensor) -> None:
         self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()

@@ -34,7 +34,7 @@ from upshift.training.distributed.weight_update import (
 from upshift.training.hf_trainer.arguments import extract_fsdp, use_cpu_with_ranks
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.step import gather_objects, to_host
+from upshift.training.hf_trainer.step import StepExchange, gather_objects, to_host
 from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
@@ -140,9 +140,12 @@ class DistributedTraining(LibraryTrainer):
             [dict(group) for group in optimizer.param_groups], lambda groups: optimizer_class(groups), sharding
         )
 
-    def _upshift_sum_gradients(self, *, summed: bool) -> None:
+    def _upshift_sum_gradients(self, exchange: StepExchange) -> None:
         if self._upshift_mesh is not None and self._upshift_mesh.device_mesh is not None:
-            sum_gradients_over_job(self._upshift_plain_optimizer(), self.model, self._upshift_mesh, summed=summed)
+            optimizer = self._upshift_plain_optimizer()
+            sum_gradients_over_job(
+                optimizer, self.model, self._upshift_mesh, summed=exchange.summed, is_used=exchange.is_used
+            )
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if not self._upshift_has_ranks:

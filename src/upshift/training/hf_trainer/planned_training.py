@@ -192,7 +192,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             loss = self._upshift_batch_step.run(batches, num_items_in_batch, scaled=self._upshift_is_scaled(num_items_in_batch))
         except JobFailed as error:
             raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
-        self._upshift_sum_gradients(summed=self._upshift_batch_step.exchange.summed)
+        self._upshift_sum_gradients(self._upshift_batch_step.exchange)
         return loss
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:

@@ -66,6 +66,11 @@ class StepExchange:
         """Return whether the gradients are summed over all ranks of the same weights after the last backward pass."""
         return self.plan.layout.gathers or (isinstance(self._exchange, OverlappedSums) and self._exchange.summed)
 
+    @property
+    def is_used(self) -> Callable[[nn.Parameter], bool] | None:
+        """Return what says whether this rank used a parameter in the step, or None if its gradient tells."""
+        return self._exchange.is_used if isinstance(self._exchange, OverlappedSums) else None
+
     def gather_batches(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches of all ranks that compute together."""
         if self.plan.layout.ranks_per_replica == 1:
