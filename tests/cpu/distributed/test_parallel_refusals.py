@@ -44,7 +44,8 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
         Case(world=2, layout=SHARED, plan={"optim": "adamw_torch_8bit"}), ("adamw_torch_8bit", "cannot be saved"),
     ),
     "quantized state of stages": (
-        Case(world=2, layout={"pipeline_parallel": 2}, plan={"optim": "adamw_torch_4bit"}), ("adamw_torch_4bit", "ranks that divide"),
+        Case(world=2, layout={"pipeline_parallel": 2}, plan={"optim": "adamw_torch_4bit"}),
+        ("adamw_torch_4bit", "cannot be saved", "ranks that divide nothing"),
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The state of optimizers that update shards, or copies on the host: it is saved, named and read back, whatever lies inside what."""
+"""The state of optimizers that update shards, or copies on the host, is saved, named and read back, whatever wraps what."""
 
 from __future__ import annotations
 

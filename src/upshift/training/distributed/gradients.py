@@ -234,7 +234,10 @@ class OverlappedSums:
         self.agreement.agree()
 
     def is_used(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank's backward passes of the step gave the parameter a gradient. Each one has a part of a bucket."""
+        """Return whether this rank's backward passes of the step gave the parameter a gradient.
+
+        ``grad`` does not tell: it is a part of a bucket, which begins as zeros.
+        """
         return parameter in self._used
 
     def forget(self) -> None:

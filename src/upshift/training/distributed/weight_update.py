@@ -33,6 +33,7 @@ from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 IsUsed = Callable[[nn.Parameter], bool]
 
+
 class ShardedWeights:
     """The UpdateSharding of weights that are DTensors, or whole on every rank: each rank updates what it has.
 

@@ -143,9 +143,7 @@ class DistributedTraining(LibraryTrainer):
     def _upshift_sum_gradients(self, exchange: StepExchange) -> None:
         if self._upshift_mesh is not None and self._upshift_mesh.device_mesh is not None:
             optimizer = self._upshift_plain_optimizer()
-            sum_gradients_over_job(
-                optimizer, self.model, self._upshift_mesh, summed=exchange.summed, is_used=exchange.is_used
-            )
+            sum_gradients_over_job(optimizer, self.model, self._upshift_mesh, summed=exchange.summed, is_used=exchange.is_used)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if not self._upshift_has_ranks:

@@ -141,7 +141,8 @@ class TrainingLoop:
             self.checkpoint = Path(job.checkpoint)
         elif job.resume:
             self.checkpoint = newest_checkpoint(self.output)
-        self._load()
+        self._unread_checkpoint: str | None = None  # why a copy that came back has no state yet
+        self._load_or_wait_for_copy()
         self.reference_seconds = 0.0
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
@@ -163,6 +164,20 @@ class TrainingLoop:
             return StepMeter(self.plan, planned_steps=remaining_steps)
         ahead = look_ahead(self.source, first_step=self.progress.step + NUM_WARMUP, num_steps=num_candidates)
         return StepMeter(self.plan, planned_steps=remaining_steps, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
+
+    def _load_or_wait_for_copy(self) -> None:
+        """Load the model and the checkpoint. A copy that comes back may go on without its checkpoint.
+
+        Another copy may delete the checkpoint meanwhile. It passes on its own state, which is newer, before the first step.
+        """
+        try:
+            self._load()
+        except (RequestError, OSError) as error:
+            if self.copies is None or self.copies.first or self.checkpoint is None:
+                raise
+            self._unread_checkpoint = str(error)
+            self.checkpoint = None
+            self._load()
 
     def _load(self) -> None:
         """Load the model, make the optimizer, and read the checkpoint that the run resumes from."""
@@ -241,6 +256,7 @@ class TrainingLoop:
     def read_from(self, folder: Path) -> None:
         """Go on from the state that another copy wrote."""
         self.progress.read_from(folder, self.train_step, self.mesh)
+        self._unread_checkpoint = None
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self._on_event(Healed(self.progress.step))
@@ -328,6 +344,9 @@ class TrainingLoop:
         self.meter.begin()
         if self.copies is not None:
             self.copies.start_step()
+            if self._unread_checkpoint is not None:
+                problem = "no other copy is left, and this one could not read its checkpoint"
+                raise JobFailed(f"{problem}: {self._unread_checkpoint}; {still_loadable(self.output)}")
         with self.monitor.fetching_batch():
             batch = next(self._batches)
         if self.copies is not None:
