@@ -66,9 +66,16 @@ def build_empty_model(
     missing = [name for name, weight in model.named_parameters() if name not in filled and not _tied_names(name, tied) & filled]
     if missing or filling.names.unexpected:
         return None
-    if model.can_generate() and (source.directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.directory)
+    read_generation_config(model, source)
     return EmptyModel(model, filling)
+
+
+def read_generation_config(model: nn.Module, source: ModelSource) -> None:
+    """Give a model that was built from its config the generation options of its files, as from_pretrained does."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate() or source.directory is None:
+        return
+    if (source.directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.directory)
 
 
 def _tied_names(name: str, tied: dict[str, str]) -> set[str]:

@@ -56,6 +56,7 @@ from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
 from upshift.training.reference import ReferencePass
+from upshift.training.sharded_init import read_generation_config
 from upshift.training.step import Shape, TrainStep, check_finite
 from upshift.units import GIB, gib
 
@@ -193,6 +194,8 @@ class TrainingLoop:
         loaded = None if from_config else load_shards(source, self.plan, self.mesh, seed=seed)
         if loaded is None:
             whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
+            if from_config and not self.job.from_config:  # a checkpoint in parts has the weights, and no generation options
+                read_generation_config(whole, source)
             count = sum(parameter.numel() for parameter in whole.parameters())
             loaded = prepare_model(whole, self.plan, self.mesh), count
             del whole
