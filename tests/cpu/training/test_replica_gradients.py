@@ -61,7 +61,7 @@ def a_model() -> nn.ModuleList:
 
 def add_gradients(model: nn.ModuleList, used: tuple[int, ...], seed: int) -> None:
     for number in used:
-        layer = model[number]
+        layer: Any = model[number]
         given = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).to(layer.weight.dtype)
         layer(given).float().sum().backward()
 
@@ -103,4 +103,5 @@ def test_only_weights_that_no_replica_used_have_no_gradient(
         for model in models:
             for ours, theirs in zip(model.parameters(), one_process.parameters(), strict=True):
                 assert (ours.grad is None) == (theirs.grad is None)
-                assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+                if ours.grad is not None and theirs.grad is not None:
+                    assert torch.equal(ours.grad, theirs.grad)

@@ -42,7 +42,12 @@ def final_files(folder: Path) -> dict[str, bytes]:
 
 
 def run(
-    home: Path, model: tuple[str, TrainingData], output: Path, *, from_config: bool, **fields: Any  # noqa: F811
+    home: Path,  # noqa: F811
+    model: tuple[str, TrainingData],
+    output: Path,
+    *,
+    from_config: bool,
+    **fields: Any,
 ) -> dict[str, bytes]:
     name, data = model
     output.mkdir(exist_ok=True)
@@ -63,7 +68,10 @@ CASES: dict[str, tuple[str, tuple[bool, bool], bool]] = {  # model; first and re
 
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_those_of_a_run_that_never_stopped(
-    case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    case: str,
+    home: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind, in_parts, from_config = CASES[case]
     model = a_model(kind, home)

@@ -20,7 +20,7 @@ from upshift.training.checkpoint import by_ranks, sharded
 from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.by_ranks import describe_all_ranks, load_schedule, load_sharded_checkpoint, save_shards
 from upshift.training.checkpoint.checkpoint import TrainState, capture_rng
-from upshift.training.checkpoint.optimizer import class_name
+from upshift.training.checkpoint.optimizer import class_name, describe_optimizer
 from upshift.training.checkpoint.sharded import updated_names
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.hf_trainer.checkpoint_files import check_optimizer
@@ -81,10 +81,10 @@ class Config:
         (directory / "config.json").write_text("{}")
 
 
-def a_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def a_model(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
-    model.config = Config()
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    model.config = Config()  # type: ignore[assignment]
     return model
 
 
@@ -184,7 +184,7 @@ def test_only_ranks_with_elements_count_the_steps(monkeypatch: pytest.MonkeyPatc
             optimizer.state[shard] = {"step": 7 if has else 2}
         names = updated_names(model, optimizer)
         assert len(names) == 4 and all(has_elements.values()) == (rank < 2)
-        descriptions.append(by_ranks.describe_optimizer(optimizer, names))
+        descriptions.append(describe_optimizer(optimizer, names))
     for order in permutations(descriptions):
         monkeypatch.setattr(by_ranks, "all_gather_objects", lambda value, plan, order=order: list(order))
         saved = describe_all_ranks(model, optimizer, Mesh(PLAN))

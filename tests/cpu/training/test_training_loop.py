@@ -62,7 +62,11 @@ def loop_of(job: Job, data: TrainingData, **copies: Any) -> TrainingLoop:
 
 @pytest.mark.parametrize("lost", ["", "upshift_state.json", "model.safetensors", "optimizer.safetensors", "config.json"])
 def test_a_copy_that_comes_back_needs_no_checkpoint(
-    lost: str, home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    lost: str,
+    home: Path,  # noqa: F811
+    prepared: Callable[[str], TrainingData],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another copy deletes it, or a part of it, after this one has found it."""
     data = prepared("llama")

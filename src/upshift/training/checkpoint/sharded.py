@@ -235,7 +235,7 @@ def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 @dataclass(frozen=True)
 class UpdatedTensor:
-    """What the optimizer of this rank updates of one parameter."""
+    """Describe what the optimizer of this rank updates of one parameter."""
 
     parameter: Tensor
     shard: Tensor  # of the parameter: the same memory, or an fp32 copy
