@@ -88,7 +88,7 @@ def test_a_full_disk_and_a_closed_pipe_do_not_end_the_watch(
     """Rank 1 never speaks. Neither the reports nor the warning can be written, and rank 0 is ended all the same."""
     (tmp_path / FOLDER).write_text("no folder can be made here")
     ended = threading.Event()
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog, "_clone_store", HashStore)
     monkeypatch.setattr(watchdog, "rank_environment", lambda: (0, 2))
     for name, value in {"PERIOD": 0.01, "PATIENCE": 0.02, "STEPS_OF_PATIENCE": 0, "SILENCE": 1, "ENDS_AFTER": 0.3}.items():
