@@ -370,6 +370,7 @@ def isolation_table(isolation: Isolation) -> Table:
         table.add_row("token by token", isolation.by_token or "as the whole text")
         if not isolation.by_token:
             table.add_row("padding before it", isolation.left_padding or "changes nothing")
+    if isolation.packing or not isolation.loss_splits:
         loss = "of the whole batch alone: micro-batches would change it"
         if isolation.loss_splits:
             loss = "the mean over its texts, by labels"

@@ -32,7 +32,9 @@ from upshift.models.build import build_model, choose_class, disable_cache, encod
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
+from upshift.models.isolation.seq2seq import measure_seq2seq
 from upshift.models.isolation.small_copy import narrow_copies
+from upshift.models.isolation.token_ids import missing_token_ids
 from upshift.models.kv_cache import NAMES, with_cache
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
@@ -67,7 +69,7 @@ def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedMode
 
 def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> Isolation:
     """Return which tokens of a row or a batch reach a text."""
-    if objective in ("seq2seq-lm", "image-classification"):
+    if objective == "image-classification":
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"
     by_token = ""
@@ -75,7 +77,12 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
     shortest = 1
     with _isolated_randomness():
         for small_config in narrow_copies(config, model_class):
+            missing = missing_token_ids(small_config, model_class, objective) if objective is not None else ()
+            if missing:
+                return Isolation(reason="a training step needs token ids that are not set", missing_token_ids=missing)
             try:
+                if objective == "seq2seq-lm":
+                    return measure_seq2seq(small_config, model_class)
                 probe = _Probe(small_config, model_class, objective)
                 by_token, left = probe.generation_problems()  # first, because a model without a loss can generate, too
                 if objective not in LANGUAGE_MODEL_OBJECTIVES:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.adapter import base_of
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.user_batches import Batch, RowBatch
@@ -118,20 +118,34 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
         if is_out_of_memory(error):
             raise
         if probes.is_library_loss:
-            _check_masks(rows.batches[0], model, error)
+            raise_for_mask(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         return Split(None, reason=f"the loss could not be measured on two rows: {message}")
 
 
-def _check_masks(batch: Batch, model: nn.Module, error: Exception) -> None:
-    """Raise RequestError if a batch has a mask of more than two dimensions, with which the model raised ``error``."""
-    for name, value in batch.items():
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
-            message = " ".join(str(error).split())[:160]
-            raise RequestError(
-                f"{type(base_of(model)).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
-                "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
-            ) from None
+def raise_for_mask(error: Exception) -> None:
+    """Raise RequestError if ``error`` comes from a transformers model that got a mask of more than two dimensions.
+
+    The traceback shows what the model got. A script's loss may call it with another mask than that of the batch. Raise
+    ``error`` again if memory ran out."""
+    if is_out_of_memory(error):
+        raise error
+    traceback = error.__traceback__
+    while traceback is not None:
+        values = traceback.tb_frame.f_locals
+        model = values.get("self")
+        if isinstance(model, PreTrainedModel):
+            arguments = values.get("kwargs")
+            if isinstance(arguments, dict):
+                values = values | arguments
+            for name, value in values.items():
+                if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
+                    message = " ".join(str(error).split())[:160]
+                    raise RequestError(
+                        f"{type(model).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
+                        "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
+                    ) from error
+        traceback = traceback.tb_next
 
 
 def _have_same_label(rows: RowBatch) -> bool:
