@@ -127,7 +127,8 @@ def test_every_command_that_trains_names_it_in_one_line(upshift: Command, tmp_pa
 def test_a_decoder_that_does_not_read_the_labels_is_refused(tmp_path: Path) -> None:
     """FSMT makes its decoder's inputs from the source, and would learn to predict a label from the labels of other texts."""
     arguments = {
-        "langs": ["en", "de"], "src_vocab_size": 96, "tgt_vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+        "langs": ["en", "de"],
+        "src_vocab_size": 96, "tgt_vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
         "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
         "max_position_embeddings": 64,
     }  # fmt: skip

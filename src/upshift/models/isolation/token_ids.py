@@ -24,9 +24,7 @@ FILLED = 0  # a token id that every vocabulary has
 logger = logging.getLogger(__name__)
 
 
-def missing_token_ids(
-    config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective
-) -> tuple[str, ...]:
+def missing_token_ids(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective) -> tuple[str, ...]:
     """Return the unset token ids that a training step needs, such as ``decoder.pad_token_id``, for a small copy's config.
 
     The step is run with and without them. Return nothing if it does not run with all of them either."""

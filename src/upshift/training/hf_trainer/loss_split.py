@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, RowBatch
+from upshift.training.batches.user_batches import RowBatch
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class

@@ -496,11 +496,11 @@ class Trial:
         if self.exchanges:
             train_step.agree()
         compiled = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1)
-        factor = _loss_factor(compiled, eager, loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens))
+        factor = loss_factor(compiled, eager, loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens))
         return factor, time.perf_counter() - start
 
 
-def _loss_factor(compiled: float, eager: float, tolerance: float) -> float:
+def loss_factor(compiled: float, eager: float, tolerance: float) -> float:
     """Return the ratio of two losses, or 1 if they are equal within ``tolerance``, a share of the eager loss.
 
     Raise JobFailed for a loss that is not finite, and if only the eager loss is 0: no factor makes another loss of it."""
