@@ -39,7 +39,7 @@ CHAINS: dict[str, tuple[str, ...]] = {  # a step each
     "fp32": (
         "zero3", "one process", "hybrid", "tensor", "stages", "tensor x zero3", "virtual stages", "stages x zero1", "zero1",
     ),
-    "bf16": ("masters", "one process", "zero3"),
+    "bf16": ("zero3", "masters", "masters", "one process"),  # masters are taken from weights, and from masters
 }  # fmt: skip
 
 
