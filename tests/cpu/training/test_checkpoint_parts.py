@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import MarianConfig, MarianMTModel
 
 from upshift.errors import JobFailed, RequestError
 from upshift.training.checkpoint import async_save, directory
@@ -33,7 +35,7 @@ from upshift.training.checkpoint.optimizer import (
     write_optimizer,
 )
 from upshift.training.checkpoint.rng import capture_rng, read_rng, restore_rng, seed_rng, write_rngs
-from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of
+from upshift.training.checkpoint.sharded import Piece, copy_overlap, load_weights, piece_of
 from upshift.training.checkpoint.state import Manifest, seal, unseal
 
 CPU = torch.device("cpu")
@@ -208,7 +210,7 @@ def draws() -> tuple[float, float, float]:
     return float(torch.rand(1)), random.random(), float(np.random.random())
 
 
-def test_generators_of_each_rank_come_back(tmp_path: Path) -> None:
+def test_generators_of_each_rank_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     expected = []
     for rank in range(2):
@@ -226,8 +228,12 @@ def test_generators_of_each_rank_come_back(tmp_path: Path) -> None:
         assert draws() == expected[rank]
     with_gpu = read_rng(tmp_path, rank=2)
     assert with_gpu is not None and with_gpu.cuda is not None
+    on_device: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.append(state))
     restore_rng(with_gpu, CPU)  # a process without a GPU leaves that generator alone
-    assert draws() == expected[0]
+    assert draws() == expected[0] and on_device == []
+    restore_rng(with_gpu, torch.device("cuda"))
+    assert [state.tolist() for state in on_device] == [states[1].cpu.tolist()]
     assert read_rng(tmp_path, rank=3) is None
 
 
@@ -268,6 +274,27 @@ def test_what_two_pieces_share_is_copied() -> None:
     assert target.tolist() == [whole[2, columns].tolist(), [-1.0] * 4, [-1.0] * 4, whole[5, columns].tolist()]
     nothing = Piece(shape=(8, 6), kept={0: ((3, 5),)})
     assert copy_overlap(torch.zeros(2, 6), nothing, source, source_piece) == 0
+
+
+@pytest.mark.parametrize("patterns", [None, [r"\.embed_positions\."]], ids=["names of the class", "a pattern"])
+def test_weights_that_a_class_never_saves_are_left_as_they_are(
+    patterns: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marian computes its positions anew. Another weight that is not there is an error."""
+    if patterns is not None:
+        monkeypatch.setattr(MarianMTModel, "_keys_to_ignore_on_save", patterns)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16, "vocab_size": 32}
+    config = MarianConfig(**sizes, **heads, pad_token_id=0, decoder_start_token_id=0)
+    saved, loaded = MarianMTModel(config), MarianMTModel(config)
+    saved.save_pretrained(tmp_path)
+    assert not any("embed_positions" in name for name in load_file(tmp_path / "model.safetensors"))
+    load_weights(tmp_path, loaded)
+    state = loaded.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in saved.state_dict().items())
+    monkeypatch.setattr(MarianMTModel, "_keys_to_ignore_on_save", [])
+    with pytest.raises(RequestError, match=r"has no model\.\w+\.embed_positions"):
+        load_weights(tmp_path, loaded)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

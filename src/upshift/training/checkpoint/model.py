@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from upshift.internals.transformers_names import ADAPTER_LOADED, NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of, read_into
+from upshift.models.adapter import base_of
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS
 from upshift.training.checkpoint.directory import check_room, file_sizes, replace_text, sync_tree, writing
 from upshift.training.checkpoint.optimizer import plain_name
@@ -217,11 +218,17 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     for name, stored in find_safetensors(directory).tensors.items():
         read_into(stored, checked_target(stored, targets, directory))
         filled.add(targets[name].data_ptr())
-    not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
+    never_saved = never_saved_names(model, targets)
     for name, tensor in targets.items():
         # A tied weight is saved under only one of its names.
-        if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):
+        if tensor.data_ptr() not in filled and name not in never_saved:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
+
+
+def never_saved_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those of the names that match a pattern of weights which the model's class never saves."""
+    patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(base_of(model)) or ()]
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
 
 
 def checked_target(stored: StoredTensor, targets: Mapping[str, Tensor], directory: Path) -> Tensor:
