@@ -10,9 +10,8 @@ adapter_model.safetensors and a card. The weights of the model under the adapter
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,17 +217,16 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     for name, stored in find_safetensors(directory).tensors.items():
         read_into(stored, checked_target(stored, targets, directory))
         filled.add(targets[name].data_ptr())
-    never_saved = never_saved_names(model, targets)
+    never_saved = never_saved_names(model)
     for name, tensor in targets.items():
         # A tied weight is saved under only one of its names.
         if tensor.data_ptr() not in filled and name not in never_saved:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
 
 
-def never_saved_names(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those of the names that match a pattern of weights which the model's class never saves."""
-    patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(base_of(model)) or ()]
-    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
+def never_saved_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights that transformers never saves of this model. It takes them as whole names."""
+    return set(NOT_SAVED.read(base_of(model)) or ())
 
 
 def checked_target(stored: StoredTensor, targets: Mapping[str, Tensor], directory: Path) -> Tensor:

@@ -337,9 +337,8 @@ def load_weights(
 ) -> None:
     """Load weights from a checkpoint of any layout into this rank's shards. ``fill`` explains ``allow_rounding``."""
     stored = stored or read_pieces(directory)
-    weights = local_weights(model)
-    never_saved = never_saved_names(stages_of(model)[0], weights)
-    for name, (piece, tensor) in weights.items():
+    never_saved = never_saved_names(stages_of(model)[0])
+    for name, (piece, tensor) in local_weights(model).items():
         if name in never_saved:
             continue
         master_name = f"{name}.{MASTER_KEY}"

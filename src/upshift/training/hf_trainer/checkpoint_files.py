@@ -294,7 +294,7 @@ def missing_names(stored: Any, model: nn.Module) -> list[str]:
     """Return the names of the model's weights that are neither stored nor tied to a stored weight."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     stored_keys = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
-    never_saved = never_saved_names(model, targets)
+    never_saved = never_saved_names(model)
     return [
         name
         for name, tensor in targets.items()
