@@ -434,6 +434,15 @@ def test_a_column_of_later_rows_is_named_in_every_form(row, tmp_path, caplog):
     assert line.endswith("columns that are not used: later0, later1, later2, later3, later4 and 4 more")
 
 
+@pytest.mark.parametrize("name", ["labels", "attention_mask"])
+def test_a_column_that_says_something_of_each_token_must_be_a_list(name, tmp_path):
+    """It is read where a table knows its types in advance, too, and never left out."""
+    table = pa.table({"input_ids": [[5, 6, 7], [5, 6]], name: [1, 0]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match=name):
+        list(read_corpus(tmp_path / "a.parquet").documents)
+
+
 def test_the_names_of_columns_do_not_fill_the_memory(tmp_path, caplog):
     say_once.cache_clear()
     write_json_lines(tmp_path / "a.jsonl", [{"text": "one", f"key{number}": "x"} for number in range(3000)])
