@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from upshift.models.profile_cache import check_token_ids, isolation_of
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
+from upshift.training.arguments import Arguments
 from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource
+from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokens import Sequences
+from upshift.training.job.job import Job, run_job
 from upshift.training.prepare import compute_loss, load_or_build
 
 SIZES = {"vocab_size": 96, "d_model": 32, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -135,3 +139,36 @@ def test_a_decoder_that_does_not_read_the_labels_is_refused(tmp_path: Path) -> N
     source = source_of(tmp_path, "FSMTConfig", "FSMTForConditionalGeneration", arguments)
     with pytest.raises(RequestError, match="FSMTForConditionalGeneration does not make the decoder's inputs from them"):
         find_objective(source)
+
+
+def test_switch_transformers_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    """A batch is all of the data, so that the order of its texts is of no account."""
+    source = source_of(tmp_path / "model", *KINDS["switch: each text has the experts to itself"][:3])
+    generator = np.random.default_rng(0)
+    sizes = ((9, 12), (20, 5), (14, 9), (7, 7))
+    pairs = [[generator.integers(3, 96, length).tolist() for length in lengths] for lengths in sizes]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": ids, "labels": labels}) + "\n" for ids, labels in pairs))
+    torch.manual_seed(0)
+    config = source.hf_config
+    config.dropout_rate = 0.0
+    model: Any = transformers.SwitchTransformersForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "model")
+    plan = plan_of(micro_batch=2).changed(gradient_accumulation_steps=2, optim="adamw_torch", attention="eager")
+    arguments = Arguments(max_steps=3, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0)
+    job = Job(
+        model_reference=source.reference, plan=plan, arguments=arguments, data="", global_batch=4, output=str(tmp_path / "out")
+    )
+    record = run_job(job, prepare_data(source, data, eval_data=data, sequence_length=32))
+    ours = [loss for _, loss in record.details["loss_curve"]]
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2, weight_decay=0.0)
+    theirs = []
+    num_labels = sum(len(labels) for _, labels in pairs)
+    for _ in range(3):
+        losses = [model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss for ids, labels in pairs]
+        loss: Any = sum(loss * len(labels) for loss, (_, labels) in zip(losses, pairs, strict=True)) / num_labels
+        loss.backward()
+        theirs.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert theirs[-1] < theirs[0] - 0.1 and ours == pytest.approx(theirs, rel=1e-5)
