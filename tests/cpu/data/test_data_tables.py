@@ -386,6 +386,15 @@ def test_files_that_are_not_what_their_names_say_are_refused(name, content, word
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.html", "a.psv", "a.XML.gz", "a.txt", "a.py"])
+def test_a_text_of_another_syntax_is_said_to_be_read_with_its_marks(name, tmp_path, caplog):
+    say_once.cache_clear()
+    content = b"text: one\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert list(read_corpus(tmp_path / name).documents) == [content.decode()]
+    assert ("with all marks of its syntax" in caplog.text) is not name.endswith((".txt", ".py"))
+
+
 def test_a_folder_names_the_pipes_in_it(tmp_path, caplog):
     say_once.cache_clear()
     os.mkfifo(tmp_path / "b.jsonl")
