@@ -159,7 +159,9 @@ FOUR = ("which road", "the north", "a river", "beside it")  # the contents of tw
 def test_an_answer_that_the_template_leaves_out_is_said_and_no_reason_to_refuse(tmp_path, caplog):
     """A message of another role is refused, because the user gave it to be read."""
     say_once.cache_clear()
-    forgets = "{% for message in messages %}{% if loop.last or message.role != ROLE %}{{ message.content }};{% endif %}{% endfor %}"
+    forgets = (
+        "{% for message in messages %}{% if loop.last or message.role != ROLE %}{{ message.content }};{% endif %}{% endfor %}"
+    )
     row = {"messages": [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, FOUR, strict=True)]}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     tokenizer = byte_level_tokenizer(forgets.replace("ROLE", "'assistant'"))
