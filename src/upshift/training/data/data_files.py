@@ -80,7 +80,7 @@ def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = Fa
         refuse_unreadable(path)
         if data_suffix(path) in OTHER_SYNTAX:
             say_once(
-                f"{path} is read as one plain text, with all marks of its syntax; to learn its contents, give .jsonl or .csv"
+                f"{path} is read as one plain text, with all marks of its syntax; to learn its contents give .jsonl or .csv"
             )
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
