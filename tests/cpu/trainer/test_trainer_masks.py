@@ -1,4 +1,4 @@
-"""A mask of every query and key is used, or refused with its shape before the first step."""
+"""A mask of every query and key, and ids without an embedding, are used or refused in words before the first step."""
 
 from __future__ import annotations
 
@@ -106,4 +106,18 @@ def test_a_script_whose_model_takes_no_such_mask_reads_why(
     words = r"OPT\w+ does not compute with attention_mask of shape \[2, 1, 16, 16\] .*; give a mask of shape"
     with pytest.raises(RequestError, match=words) as refusal:
         train(trainer_class, "opt", tmp_path, collator=collator, **options)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("number", [96, -1])
+@pytest.mark.parametrize("options", [{"plan": PLAN}, {}, {"compute_loss_func": of_logits}], ids=["plan", "no plan", "a function"])
+def test_an_id_without_an_embedding_is_named(options: dict[str, Any], number: int, tmp_path: Path) -> None:
+    def with_other_ids(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = without_window(rows)
+        ids = batch["input_ids"].clone()
+        ids[0, 3] = number
+        return batch | {"input_ids": ids}
+
+    with pytest.raises(RequestError, match=f"input_ids hold {number}, and \\w+ has embeddings for 0 to 95") as refusal:
+        train(upshift.Trainer, "llama", tmp_path, collator=with_other_ids, **options)
     assert "\n" not in str(refusal.value)

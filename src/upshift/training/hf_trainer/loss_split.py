@@ -118,15 +118,15 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
         if is_out_of_memory(error):
             raise
         if probes.is_library_loss:
-            raise_for_mask(error)
+            raise_for_inputs(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         return Split(None, reason=f"the loss could not be measured on two rows: {message}")
 
 
-def raise_for_mask(error: Exception) -> None:
-    """Raise RequestError if ``error`` comes from a transformers model that got a mask of more than two dimensions.
+def raise_for_inputs(error: Exception) -> None:
+    """Raise RequestError if ``error`` comes from a transformers model that got a mask or token ids that it cannot use.
 
-    The traceback shows what the model got. A script's loss may call it with another mask than that of the batch. Raise
+    The traceback shows what the model got. A script's loss may call it with other inputs than those of the batch. Raise
     ``error`` again if memory ran out."""
     if is_out_of_memory(error):
         raise error
@@ -138,14 +138,37 @@ def raise_for_mask(error: Exception) -> None:
             arguments = values.get("kwargs")
             if isinstance(arguments, dict):
                 values = values | arguments
-            for name, value in values.items():
-                if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
-                    message = " ".join(str(error).split())[:160]
-                    raise RequestError(
-                        f"{type(model).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
-                        "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
-                    ) from error
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            _check_masks(tensors, model, error)
+            _check_ids(tensors, model, error)
         traceback = traceback.tb_next
+
+
+def _check_masks(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exception) -> None:
+    """Raise RequestError for a mask of more than two dimensions."""
+    for name, value in tensors.items():
+        if name.endswith("attention_mask") and value.ndim > 2:
+            message = " ".join(str(error).split())[:160]
+            raise RequestError(
+                f"{type(model).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
+                "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
+            ) from error
+
+
+def _check_ids(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exception) -> None:
+    """Raise RequestError for token ids without an embedding. A GPU stops at such ids, and cannot be asked for them."""
+    if not isinstance(error, IndexError):
+        return
+    embeddings = model.get_input_embeddings()
+    ids = tensors.get("input_ids")
+    if ids is None or not ids.numel() or not isinstance(embeddings, nn.Embedding):
+        return
+    for token_id in (int(ids.min()), int(ids.max())):
+        if not 0 <= token_id < embeddings.num_embeddings:
+            raise RequestError(
+                f"input_ids hold {token_id}, and {type(model).__name__} has embeddings for 0 to {embeddings.num_embeddings - 1}; "
+                "tokenize with the model's own tokenizer, or call model.resize_token_embeddings"
+            ) from error
 
 
 def _have_same_label(rows: RowBatch) -> bool:

@@ -76,7 +76,7 @@ from upshift.training.hf_trainer.loss_split import (
     loss_in_evaluation,
     loss_in_training,
     measure_split,
-    raise_for_mask,
+    raise_for_inputs,
 )
 from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
@@ -403,7 +403,7 @@ class PlanMixin(LibraryTrainer):
                     if times[-1] > COLD_SECONDS:
                         break
             except Exception as error:  # the script's loss may not work in evaluation mode
-                raise_for_mask(error)
+                raise_for_inputs(error)
                 times.clear()
         return min(times, default=math.inf), traces.reason
 

@@ -24,7 +24,7 @@ from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
 from upshift.training.distributed.mesh import Mesh, all_reduce_max
-from upshift.training.hf_trainer.loss_split import Split, is_within, raise_for_mask
+from upshift.training.hf_trainer.loss_split import Split, is_within, raise_for_inputs
 from upshift.training.out_of_memory import BatchHalving
 
 
@@ -225,11 +225,11 @@ class BatchStep:
         return self.exchange.loss_for_transformers(total)
 
     def _loss(self, inputs: Any, num_items: Any) -> Tensor:
-        """Return the loss. Raise RequestError if the model does not compute with the mask that it gets."""
+        """Return the loss. Raise RequestError if the model cannot use the mask or the ids that it gets."""
         try:
             return self.compute_loss(inputs, num_items)
         except Exception as error:  # each model fails in its own way with a mask that it cannot use
-            raise_for_mask(error)
+            raise_for_inputs(error)
             raise
 
     def _collate_rows(self, batches: list[Batch]) -> RowBatch | None:
