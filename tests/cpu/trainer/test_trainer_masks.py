@@ -121,3 +121,12 @@ def test_an_id_without_an_embedding_is_named(options: dict[str, Any], number: in
     with pytest.raises(RequestError, match=f"input_ids hold {number}, and \\w+ has embeddings for 0 to 95") as refusal:
         train(upshift.Trainer, "llama", tmp_path, collator=with_other_ids, **options)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_row_that_is_longer_than_the_positions_is_named(tmp_path: Path) -> None:
+    def doubled(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = torch.cat([torch.stack([row["input_ids"] for row in rows])] * 5, dim=1)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    with pytest.raises(RequestError, match=r"a row has 80 tokens, and OPT\w+ has positions for 64; cut the rows"):
+        train(upshift.Trainer, "opt", tmp_path, collator=doubled, plan=PLAN)

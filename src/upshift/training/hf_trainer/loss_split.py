@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.models.describe import max_positions
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.user_batches import RowBatch
@@ -156,7 +157,9 @@ def _check_masks(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: E
 
 
 def _check_ids(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exception) -> None:
-    """Raise RequestError for token ids without an embedding. A GPU stops at such ids, and cannot be asked for them."""
+    """Raise RequestError for token ids without an embedding, and for more tokens than positions.
+
+    A GPU stops at such ids, and cannot be asked for them."""
     if not isinstance(error, IndexError):
         return
     embeddings = model.get_input_embeddings()
@@ -169,6 +172,12 @@ def _check_ids(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exc
                 f"input_ids hold {token_id}, and {type(model).__name__} has embeddings for 0 to {embeddings.num_embeddings - 1}; "
                 "tokenize with the model's own tokenizer, or call model.resize_token_embeddings"
             ) from error
+    num_positions = max_positions(model)
+    if num_positions is not None and ids.shape[-1] > num_positions:
+        raise RequestError(
+            f"a row has {ids.shape[-1]} tokens, and {type(model).__name__} has positions for {num_positions}; cut the rows, for "
+            f"example by the tokenizer with truncation=True and max_length={num_positions}"
+        ) from error
 
 
 def _have_same_label(rows: RowBatch) -> bool:
