@@ -365,7 +365,8 @@ def isolation_table(isolation: Isolation) -> Table:
         return table
     for kernel, reason in isolation.packing.items():
         table.add_row(f"packed, {kernel} attention", reason or "nothing from other texts in its row")
-    table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
+    if isolation.packing or isolation.loss_splits:  # else a text's results depend on its batch, padding included
+        table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
     if isolation.packing:
         table.add_row("token by token", isolation.by_token or "as the whole text")
         if not isolation.by_token:
