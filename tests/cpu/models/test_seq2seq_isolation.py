@@ -42,6 +42,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         T5 | {"num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4,
               "router_jitter_noise": 0.0}, True,
     ),
+    "prophetnet: padding reaches the labels before it": (
+        "ProphetNetConfig", "ProphetNetForConditionalGeneration",
+        {"vocab_size": 96, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_encoder_layers": 2,
+         "num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "pad_token_id": 0,
+         "max_position_embeddings": 64}, False,
+    ),
     "nllb-moe: experts hold some tokens of a batch": (
         "NllbMoeConfig", "NllbMoeForConditionalGeneration", BART | MIXTURE | {"expert_capacity": 4}, False,
     ),

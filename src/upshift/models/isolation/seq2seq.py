@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.models.build import build_model, disable_cache
+from upshift.models.isolation.small_copy import randomize_weights
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import Isolation
 
@@ -55,6 +56,7 @@ class _Probe:
         self._model = build_model(config, model_class, dtype=torch.float32)
         disable_cache(self._model)
         turn_off_dropout(self._model)
+        randomize_weights(self._model)
         vocab_size = config.get_text_config().vocab_size
         token_ids = {value for name, value in vars(config.get_text_config()).items() if name.endswith("_token_id")}
         self._plain_ids = torch.tensor([number for number in range(vocab_size) if number not in token_ids])
