@@ -11,6 +11,8 @@ UpshiftError            exit 1  something failed that is not the user's request
 
 from __future__ import annotations
 
+from upshift.versions import install_command
+
 
 class UpshiftError(Exception):
     exit_code = 1
@@ -30,7 +32,7 @@ class MissingExtra(RequestError):
     """Report an optional library that is not installed. The message is the install command."""
 
     def __init__(self, *, library: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {library}: run  pip install 'upshift[{extra}]'")
+        super().__init__(f"{purpose} needs {library}: run  {install_command(extra)}")
 
 
 class MissingInternal(RequestError):

@@ -275,7 +275,7 @@ def test_a_run_is_resumed_from_its_checkpoint(precision: str, tmp_path: Path) ->
 
 
 def test_four_bit_weights_train_an_adapter(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install 'upshift[bitsandbytes]'")
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install '.[bitsandbytes]'")
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 

@@ -442,7 +442,7 @@ def test_allocators_and_extras(tmp_path: Path) -> None:
         ),
         "hint",
     )
-    assert extras.fix == "pip install 'upshift[bitsandbytes,llamacpp]'"
+    assert extras.fix == "pip install '.[bitsandbytes,llamacpp]'"
 
 
 def test_rates_against_the_table() -> None:

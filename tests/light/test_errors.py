@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from upshift import errors
 from upshift.errors import MissingExtra, RequestError, UpshiftError
 from upshift.hardware.catalog.lookup import describe
 from upshift.value import Value
+from upshift.versions import CLONE, install_command
 
 SOURCE = Path(upshift.__file__).parent
 
@@ -94,3 +96,23 @@ def test_no_handler_of_value_errors_takes_a_refusal() -> None:
     assert len(raising) > 100 and len(handlers) > 20
     wrong = [(place, sorted(names & raising)) for place, names in handlers if names & raising]
     assert not wrong
+
+
+def test_the_command_that_installs_an_extra_works_without_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a clone it names the clone. For a wheel it names the libraries, those of extras within the extra too."""
+    monkeypatch.chdir(CLONE)
+    assert install_command("heal", "xla") == "pip install '.[heal,xla]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("data") == f"pip install '{CLONE}[data]'"
+    monkeypatch.setattr(
+        "upshift.versions.requirements_of",
+        lambda _: ["numpy", 'trl>=1; extra == "trl"', 'upshift[trainer]; extra == "trl"', 'accelerate; extra == "trainer"',
+                   'ray[tune]; extra == "ray"', 'none; sys_platform == "nowhere" and extra == "trl"'],
+    )  # fmt: skip
+    assert install_command("trl", clone=tmp_path) == "pip install accelerate 'trl>=1'"
+    assert install_command("ray", clone=tmp_path) == "pip install 'ray[tune]'"
+
+
+def test_no_text_of_the_source_installs_upshift_from_an_index() -> None:
+    pattern = re.compile(r"pip install[^\"\n]*['\" ]upshift\b")
+    assert [path.name for path in SOURCE.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))] == []

@@ -35,6 +35,7 @@ FLOORS = (
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 SIDEWAYS = {  # the only imports within one floor
     ("disk_full", "atomic_file"): "what a cache keeps is written whole",
+    ("errors", "versions"): "the message names the command that installs a library",
     ("internals", "errors"): "a name that a library took away is refused",
     ("internals", "versions"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",

@@ -25,8 +25,8 @@ def test_nine_steps_in_order() -> None:
     [
         (HERE, 2, "ok", "libtpu 0.0.52"),
         (HERE, 4, "hint", "tpu-vm create"),
-        (HERE.changed(libtpu=None), 2, "hint", "upshift[xla-compile]"),
-        (HERE.changed(tensorflow=None), 2, "hint", "upshift[xla]"),
+        (HERE.changed(libtpu=None), 2, "hint", ".[xla-compile]"),
+        (HERE.changed(tensorflow=None), 2, "hint", ".[xla]"),
         (HERE.changed(data="no/such/file"), 3, "error", "no/such/file"),
         (HERE.changed(chips=4), 5, "error", "libtpu==0.0.21"),
         (READY, 8, "ok", "0.0.21"),

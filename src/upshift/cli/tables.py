@@ -365,11 +365,13 @@ def isolation_table(isolation: Isolation) -> Table:
         return table
     for kernel, reason in isolation.packing.items():
         table.add_row(f"packed, {kernel} attention", reason or "nothing from other texts in its row")
-    table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
+    if isolation.packing or isolation.loss_splits:  # else a text's results depend on its batch, padding included
+        table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
     if isolation.packing:
         table.add_row("token by token", isolation.by_token or "as the whole text")
         if not isolation.by_token:
             table.add_row("padding before it", isolation.left_padding or "changes nothing")
+    if isolation.packing or not isolation.loss_splits:
         loss = "of the whole batch alone: micro-batches would change it"
         if isolation.loss_splits:
             loss = "the mean over its texts, by labels"

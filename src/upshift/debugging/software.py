@@ -10,7 +10,7 @@ from typing import NamedTuple
 from upshift.debugging.finding import Finding, error, hint, ok, warning
 from upshift.hardware.nvml import Gpus
 from upshift.hardware.torch_build import DRIVERS, lacks_cuda, needs_newer_driver
-from upshift.versions import installed_version, installed_versions, requirements_of
+from upshift.versions import install_command, installed_version, installed_versions, requirements_of
 
 # The newest gcc that each CUDA release supports: CUDA Installation Guide for Linux, host compiler support policy.
 NEWEST_GCC = {(11, 0): 9, (11, 1): 10, (11, 5): 11, (12, 0): 12, (12, 4): 13, (12, 8): 14, (13, 0): 15}
@@ -292,5 +292,5 @@ def examine_extras(versions: Mapping[str, str] | None = None) -> Iterator[Findin
             "extras",
             what=f"not installed, so no plan can use: {', '.join(f'{name} ({purpose[0]})' for name, purpose in missing.items())}",
             evidence="importlib.metadata",
-            fix=f"pip install 'upshift[{','.join(sorted({extra for _, extra in missing.values()}))}]'",
+            fix=install_command(*sorted({extra for _, extra in missing.values()})),
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from upshift.debugging.finding import Finding, error, hint, ok, unknown
 from upshift.value import Value
-from upshift.versions import installed_version
+from upshift.versions import install_command, installed_version
 
 TPU_VM = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.21"}  # with the libtpu that pip chooses it aborts when imported
 INSTALL = "pip install " + " ".join(f"{name}=={version}" for name, version in TPU_VM.items())
@@ -79,14 +79,14 @@ def _rehearsal(facts: TpuFacts) -> Finding:
         return hint(
             name,
             what="no TensorFlow here that compiles for this host",
-            fix="without a TPU: pip install 'upshift[xla]'",
+            fix=f"without a TPU: {install_command('xla')}",
             evidence="tensorflow-tpu alone compiles for TPUs only" if facts.tensorflow_tpu else "none installed",
         )
     if facts.jax is None or facts.libtpu is None:
         return hint(
             name,
             what="XLA compiles for this host; Google's TPU compiler is not here",
-            fix=f"pip install 'upshift[xla-compile]', then {REHEARSE}",
+            fix=f"{install_command('xla-compile')}, then {REHEARSE}",
             evidence=f"tensorflow {facts.tensorflow}",
         )
     evidence = f"tensorflow {facts.tensorflow}, jax {facts.jax}, libtpu {facts.libtpu}"

@@ -24,6 +24,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.value import Value
+from upshift.versions import install_command
 
 Task = Literal["encode", "generate", "seq2seq"]
 Device = Literal["cpu", "cuda"]
@@ -145,7 +146,7 @@ class EngineSpec(NamedTuple):
     """An engine: the libraries that it needs, and its factory for each task."""
 
     libraries: tuple[str, ...]
-    extra: str  # of pip install 'upshift[...]'; empty: the core installs the libraries
+    extra: str  # of Upshift; empty: the core installs the libraries
     factories: Mapping[Task, EngineFactory]
     uncompiled: EngineName | None = None  # for an engine that compiles at each load: the same engine without compiling
 
@@ -249,7 +250,7 @@ def is_installed(name: EngineName) -> bool:
 def install_line(name: EngineName) -> str:
     """Return the command that installs the libraries of an engine."""
     spec = ENGINES[name]
-    return f"pip install 'upshift[{spec.extra}]'" if spec.extra else f"pip install {' '.join(spec.libraries)}"
+    return install_command(spec.extra) if spec.extra else f"pip install {' '.join(spec.libraries)}"
 
 
 def contestants(

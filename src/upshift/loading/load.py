@@ -32,7 +32,7 @@ from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
-QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip install 'upshift[...]'
+QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of Upshift
     "int8": ("torchao", "quant"),
     "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs only
 }

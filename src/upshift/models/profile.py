@@ -281,8 +281,9 @@ class Isolation(Value):
     by_token: str = Field("", description="why a text must not be generated token by token, with a cache; empty: it may be")
     shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
-    loss_shifts: bool = Field(True, description="a label's loss is of the place before it: the loss of next tokens")
+    loss_shifts: bool = Field(True, description="a label is predicted from the labels before it: the loss of next tokens")
     drops_layers: bool = Field(False, description="in training it leaves out whole layers at random (LayerDrop)")
+    missing_token_ids: tuple[str, ...] = Field((), description="unset in the config, and a training step fails without them")
 
     def why_not_packed(self, kernel: str) -> str | None:
         """Return why texts must not share a row under this attention kernel, or None if they may."""

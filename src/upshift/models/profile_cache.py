@@ -24,7 +24,7 @@ from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "22"  # raise when the meaning of a stored profile changes
+FORMAT = "23"  # raise when the meaning of a stored profile changes
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)
@@ -49,6 +49,16 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
         return test_source(source, states=states)
 
     return load_or_compute("isolation", (source.model_hash, versions_of(source), states), Isolation, compute)
+
+
+def check_token_ids(source: ModelSource, isolation: Isolation) -> None:
+    """Raise RequestError for a model whose training step needs token ids that its config does not have."""
+    if isolation.missing_token_ids:
+        names = " and ".join(isolation.missing_token_ids)
+        raise RequestError(
+            f"the config of {source.reference!r} does not say {names}, and a training step of {source.hf_config.model_type} "
+            "needs it; write the token's id into its config.json"
+        )
 
 
 def positions_of(source: ModelSource) -> int | None:

@@ -17,8 +17,9 @@ def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
     splits_batch = plan.gradient_accumulation_steps > 1 or plan.data_parallel > 1
     if splits_batch and not isolation.loss_splits:
         return (
-            "the model's loss is taken over a whole batch and is no mean over its texts, as a router's loss is "
-            "(output_router_logits); use gradient_accumulation_steps=1 and one process, or turn that loss off in the config"
+            "the model's loss is taken over a whole batch and is no mean over its texts, as with a router's loss "
+            "(output_router_logits) or with experts that hold some tokens of a batch (expert_capacity); use "
+            "gradient_accumulation_steps=1 and one process, or change the config"
         )
     return why_no_layer_drop(plan) if isolation.drops_layers else None
 

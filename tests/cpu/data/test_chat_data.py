@@ -38,6 +38,7 @@ from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data import chat_tokens
 from upshift.training.data.corpus import IGNORED
+from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import load_data, prepare_data, read_whole_documents, save_data
 
@@ -150,6 +151,38 @@ def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
     rows = [{"messages": make_chats(1)[0]["messages"][-2:]}, next(row for row in make_chats(30) if len(row["messages"]) >= 4)]
     message = refusal(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(shouts))
     assert f"{tmp_path / 'a.jsonl'}:2" in message and "--loss-on all" in message
+
+
+FOUR = ("which road", "the north", "a river", "beside it")  # the contents of two questions and their answers
+
+
+def test_an_answer_that_the_template_leaves_out_is_said_and_no_reason_to_refuse(tmp_path, caplog):
+    """A message of another role is refused, because the user gave it to be read."""
+    say_once.cache_clear()
+    forgets = (
+        "{% for message in messages %}{% if loop.last or message.role != ROLE %}{{ message.content }};{% endif %}{% endfor %}"
+    )
+    row = {"messages": [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, FOUR, strict=True)]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    tokenizer = byte_level_tokenizer(forgets.replace("ROLE", "'assistant'"))
+    [(ids, _)] = rows_of(path, tokenizer, loss_on="all")
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert "leaves out or changes a part of 'content' of the assistant's messages" in caplog.text
+    assert "does not write message 1, of role 'user'" in refusal(path, byte_level_tokenizer(forgets.replace("ROLE", "'user'")))
+
+
+def test_a_turn_that_begins_where_the_text_before_it_ends_is_found(tmp_path):
+    """So it is in a template that writes the contents alone, and thoughts of the last answer only."""
+    bare = (
+        "{% for message in messages %}{% if message.role == 'assistant' and loop.last %}{{ '~' }}{% endif %}"
+        "{{ message.content + ';' }}{% endfor %}"
+    )
+    row = {"messages": [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, FOUR, strict=True)]}
+    tokenizer = byte_level_tokenizer(bare)
+    [(ids, labels)] = rows_of(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer)
+    contents = [message["content"] for message in row["messages"]]
+    assert tokenizer.decode(ids) == f"{contents[0]};{contents[1]};{contents[2]};~{contents[3]};"
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == f"{contents[1]};~{contents[3]};"
 
 
 def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_path):

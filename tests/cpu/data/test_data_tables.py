@@ -386,6 +386,15 @@ def test_files_that_are_not_what_their_names_say_are_refused(name, content, word
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.html", "a.psv", "a.XML.gz", "a.txt", "a.py"])
+def test_a_text_of_another_syntax_is_said_to_be_read_with_its_marks(name, tmp_path, caplog):
+    say_once.cache_clear()
+    content = b"text: one\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert list(read_corpus(tmp_path / name).documents) == [content.decode()]
+    assert ("with all marks of its syntax" in caplog.text) is not name.endswith((".txt", ".py"))
+
+
 def test_a_folder_names_the_pipes_in_it(tmp_path, caplog):
     say_once.cache_clear()
     os.mkfifo(tmp_path / "b.jsonl")
@@ -432,6 +441,15 @@ def test_a_column_of_later_rows_is_named_in_every_form(row, tmp_path, caplog):
     assert len(list(read_corpus(tmp_path / "a.jsonl").documents)) == 4
     (line,) = (record.getMessage() for record in caplog.records if "not used" in record.getMessage())
     assert line.endswith("columns that are not used: later0, later1, later2, later3, later4 and 4 more")
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask"])
+def test_a_column_that_says_something_of_each_token_must_be_a_list(name, tmp_path):
+    """It is read where a table knows its types in advance, too, and never left out."""
+    table = pa.table({"input_ids": [[5, 6, 7], [5, 6]], name: [1, 0]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match=f"column '{name}' holds 1; it must be a list"):
+        list(read_corpus(tmp_path / "a.parquet").documents)
 
 
 def test_the_names_of_columns_do_not_fill_the_memory(tmp_path, caplog):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import JetMoeConfig, SwitchTransformersConfig, TrainingArguments
 
@@ -22,6 +22,7 @@ from upshift.models.tracing.fast_fake_mode import fake_mode
 from upshift.models.tracing.routing import all_tokens_to_one_expert
 from upshift.planning.plan import Plan
 
+UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException)  # what a fake tensor raises for its numbers
 CONFIGS: dict[str, tuple[str, Any]] = {
     "switch": (
         "SwitchTransformersForConditionalGeneration",
@@ -89,6 +90,20 @@ def test_a_mask_that_no_expert_asks_about_stays_unknown() -> None:
         assert [len(torch.where(mask)[0]) for _ in experts] == [8, 0]
         with pytest.raises(DynamicOutputShapeException):
             torch.where(mask)
+
+
+def test_only_the_counts_of_the_experts_are_answered() -> None:
+    """Else the lengths of images, or of texts, that a model reads after its router would be taken for counts of tokens."""
+    with fake_mode(), all_tokens_to_one_expert():
+        lengths = torch.ones(3, dtype=torch.int64)
+        counts = torch.ones(4, dtype=torch.int64)
+        with pytest.raises(UNKNOWN):
+            counts.tolist()  # no router has chosen yet
+        torch.rand(10, 4).topk(2)
+        assert counts.tolist() == [20, 0, 0, 0]
+        for other in (lengths, counts.float(), counts[None], torch.ones(20, dtype=torch.int64)):
+            with pytest.raises(UNKNOWN):
+                other.tolist()
 
 
 STEPS = 4

@@ -38,7 +38,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.prepare import load_or_build
 
-pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install 'upshift[bitsandbytes]'")
+pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install '.[bitsandbytes]'")
 
 SEQUENCE = 128
 LLAMA = LlamaConfig(

@@ -13,6 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from upshift.benchmarking.timing import LoadMeter, Timing
+from upshift.errors import JobFailed
 from upshift.models.source import find_model
 from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
@@ -208,3 +209,27 @@ def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: Trai
     assert low <= record.measured.resident_gib * GIB / found.resident_bytes <= high
     assert 0.5 * found.peak_bytes < record.measured.peak_gib * GIB <= 1.001 * found.peak_bytes
     assert 0.0 <= record.details["waited_share"] <= 1.0 and record.details["cpu_seconds_per_step"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("compiled", "eager", "factor"), [(2.0, 2.0, 1.0), (2.05, 2.0, 1.0), (3.0, 2.0, 1.5), (0.0, 2.0, 0.0), (0.0, 0.0, 1.0)]
+)
+def test_a_compiled_loss_is_compared_with_the_eager_one(compiled: float, eager: float, factor: float) -> None:
+    assert worker.loss_factor(compiled, eager, tolerance=0.05) == factor
+
+
+@pytest.mark.parametrize(
+    ("compiled", "eager", "words"),
+    [(0.1, 0.0, "is 0, and 0.1 with compiled"), (math.nan, 2.0, "became NaN"), (2.0, math.inf, "became infinite")],
+)
+def test_a_loss_without_a_factor_is_said(compiled: float, eager: float, words: str) -> None:
+    with pytest.raises(JobFailed, match=words):
+        worker.loss_factor(compiled, eager, tolerance=0.05)
+
+
+def test_a_trial_whose_compiled_layers_compute_no_loss_has_no_loss(
+    model: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its factor is 0, which is not the same as no factor."""
+    monkeypatch.setattr(worker.Trial, "run", lambda self: TrialResult(check_loss=0.0))
+    assert tried(a_request(model, stored, a_plan(model)), tmp_path).check_loss == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import MarianConfig, MarianMTModel
 
 from upshift.errors import JobFailed, RequestError
 from upshift.training.checkpoint import async_save, directory
 from upshift.training.checkpoint import optimizer as checkpoint_optimizer
 from upshift.training.checkpoint.async_save import BackgroundWriter, HostCopies, has_room
 from upshift.training.checkpoint.directory import check_room, find_checkpoints, remove_older, step_of, write_latest, writing
+from upshift.training.checkpoint.model import read_weights
 from upshift.training.checkpoint.optimizer import (
     decode,
     describe_optimizer,
@@ -35,7 +39,7 @@ from upshift.training.checkpoint.optimizer import (
     write_optimizer,
 )
 from upshift.training.checkpoint.rng import capture_rng, read_rng, restore_rng, seed_rng, write_rngs
-from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of
+from upshift.training.checkpoint.sharded import Piece, copy_overlap, load_weights, piece_of
 from upshift.training.checkpoint.state import Manifest, seal, unseal
 
 CPU = torch.device("cpu")
@@ -217,7 +221,7 @@ def draws() -> tuple[float, float, float]:
     return float(torch.rand(1)), random.random(), float(np.random.random())
 
 
-def test_generators_of_each_rank_come_back(tmp_path: Path) -> None:
+def test_generators_of_each_rank_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     expected = []
     for rank in range(2):
@@ -235,8 +239,12 @@ def test_generators_of_each_rank_come_back(tmp_path: Path) -> None:
         assert draws() == expected[rank]
     with_gpu = read_rng(tmp_path, rank=2)
     assert with_gpu is not None and with_gpu.cuda is not None
+    on_device: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.append(state))
     restore_rng(with_gpu, CPU)  # a process without a GPU leaves that generator alone
-    assert draws() == expected[0]
+    assert draws() == expected[0] and on_device == []
+    restore_rng(with_gpu, torch.device("cuda"))
+    assert [state.tolist() for state in on_device] == [states[1].cpu.tolist()]
     assert read_rng(tmp_path, rank=3) is None
 
 
@@ -277,6 +285,24 @@ def test_what_two_pieces_share_is_copied() -> None:
     assert target.tolist() == [whole[2, columns].tolist(), [-1.0] * 4, [-1.0] * 4, whole[5, columns].tolist()]
     nothing = Piece(shape=(8, 6), kept={0: ((3, 5),)})
     assert copy_overlap(torch.zeros(2, 6), nothing, source, source_piece) == 0
+
+
+@pytest.mark.parametrize("load", [load_weights, read_weights])
+def test_weights_that_a_class_never_saves_are_left_as_they_are(load: Callable[[Path, nn.Module], None], tmp_path: Path) -> None:
+    """Marian computes its positions anew. Another weight that is not there is an error, also if its name holds such a name."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16, "vocab_size": 32}
+    config = MarianConfig(**sizes, **heads, pad_token_id=0, decoder_start_token_id=0)
+    saved: Any = MarianMTModel(config)
+    loaded: Any = MarianMTModel(config)
+    saved.save_pretrained(tmp_path)
+    assert not any("embed_positions" in name for name in load_file(tmp_path / "model.safetensors"))
+    load(tmp_path, loaded)
+    state = loaded.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in saved.state_dict().items())
+    loaded._keys_to_ignore_on_save = {"embed_positions", "weight"}
+    with pytest.raises(RequestError, match=r"has no (weight )?model\.\w+\.embed_positions"):
+        load(tmp_path, loaded)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

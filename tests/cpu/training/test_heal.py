@@ -67,7 +67,7 @@ def run(home: Path, output: Path, steps: int, *, learning_rate: float = 1e-3, **
     return train(str(home / "llama"), str(home / "data.jsonl"), output=output, arguments=arguments, **{**PLAIN, **request})
 
 
-@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install 'upshift[heal]')")
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install '.[heal]')")
 def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path) -> None:  # noqa: F811
     murderer = Murderer()
     with pytest.raises(Interrupted, match="is saved in .* continue with --resume"):
@@ -84,7 +84,7 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path
     assert len(healed) >= len(murderer.steps) and healed == pytest.approx([loss for _, loss in undisturbed], rel=1e-5)
 
 
-@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install 'upshift[heal]')")
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install '.[heal]')")
 def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
     """At the last step, or with the words of one that fails."""
     request: Any = {"heal": True, "fixed": (*ONE_EACH, "num_processes=2")}

@@ -73,7 +73,7 @@ def test_generation_compiles_and_too_much_is_said_in_the_compilers_words(model: 
 def test_without_the_compiler_it_is_one_line(model: str, upshift: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("upshift.xla.tpu.compile.installed_version", lambda name: None if name == "libtpu" else "1")
     done = upshift("xla", "compile", model, "--topology", "v5e-4")
-    assert done.code == 2 and "pip install 'upshift[xla-compile]'" in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and "pip install '.[xla-compile]'" in done.err and done.err.count("\n") == 1
 
 
 def test_wrong_requests(model: str, upshift: Command) -> None:

@@ -32,7 +32,9 @@ from upshift.models.build import build_model, choose_class, disable_cache, encod
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
-from upshift.models.isolation.small_copy import narrow_copies
+from upshift.models.isolation.seq2seq import measure_seq2seq
+from upshift.models.isolation.small_copy import narrow_copies, randomize_weights
+from upshift.models.isolation.token_ids import missing_token_ids
 from upshift.models.kv_cache import NAMES, with_cache
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
@@ -67,7 +69,7 @@ def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedMode
 
 def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> Isolation:
     """Return which tokens of a row or a batch reach a text."""
-    if objective in ("seq2seq-lm", "image-classification"):
+    if objective == "image-classification":
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"
     by_token = ""
@@ -75,7 +77,12 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
     shortest = 1
     with _isolated_randomness():
         for small_config in narrow_copies(config, model_class):
+            missing = missing_token_ids(small_config, model_class, objective) if objective is not None else ()
+            if missing:
+                return Isolation(reason="a training step needs token ids that are not set", missing_token_ids=missing)
             try:
+                if objective == "seq2seq-lm":
+                    return measure_seq2seq(small_config, model_class)
                 probe = _Probe(small_config, model_class, objective)
                 by_token, left = probe.generation_problems()  # first, because a model without a loss can generate, too
                 if objective not in LANGUAGE_MODEL_OBJECTIVES:
@@ -153,7 +160,7 @@ class _Probe:
         if objective is None:
             self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
-        _randomize_weights(self.model)
+        randomize_weights(self.model)
         self.objective = objective
         self._alone_results: dict[int, Tensor] = {}
         self.parameters = set(inspect.signature(self.model.forward).parameters)
@@ -437,21 +444,6 @@ def attend_by_positions(
             is_visible &= positions_in_row[:, None] - positions_in_row[None, :] < window
         attention_mask = is_visible[:, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _randomize_weights(model: PreTrainedModel) -> None:
-    """Draw weights that are large enough for every visible token to change the output.
-
-    The embedding of padding is drawn, too, because it is not zero in every checkpoint. Biases and norms change only a little."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.0 / math.sqrt(parameter.shape[-1]))
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        for module in model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                module.weight.normal_()
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:

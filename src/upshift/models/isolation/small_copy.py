@@ -206,3 +206,18 @@ def _num_parameters(config: PretrainedConfig, model_class: type[PreTrainedModel]
     with torch.device("meta"):
         model = build_model(config, model_class, dtype=torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def randomize_weights(model: PreTrainedModel) -> None:
+    """Draw weights that are large enough for every visible token to change the output.
+
+    The embedding of padding is drawn, too, because it is not zero in every checkpoint. Biases and norms change only a little."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.0 / math.sqrt(parameter.shape[-1]))
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.normal_()

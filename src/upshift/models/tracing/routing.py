@@ -35,12 +35,14 @@ class _Routing:
         self._nonzero = fake_tensor_class.nonzero
         self._tolist = fake_tensor_class.tolist
         self._num_routed = 0  # pairs of a token and an expert, as the last topk chose them
+        self._num_scored = 0  # experts from which it chose
         self._num_experts = 0  # of the loop that runs
         self._num_waiting = 0  # those that have not asked for their tokens yet
 
     def topk(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = self._topk(tensor, *args, **kwargs)
         self._num_routed = result[1].numel()
+        self._num_scored = tensor.shape[-1]
         return result
 
     def nonzero(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +64,16 @@ class _Routing:
         return tuple(condition.new_empty(num_tokens, dtype=torch.int64) for _ in range(condition.ndim))
 
     def tolist(self, tensor: torch.Tensor) -> Any:
-        """Return the number of tokens of each expert."""
-        if tensor.ndim != 1 or tensor.is_floating_point() or not self._num_routed:
-            return self._tolist(tensor)
+        """Return the number of tokens of each expert.
+
+        Other numbers than one for each expert of the last topk stay unknown, and the model cannot be traced."""
+        if tensor.shape != (self._num_scored,) or tensor.is_floating_point() or not self._num_routed:
+            return self._plain_list(tensor)
         return [self._num_routed, *[0] * (len(tensor) - 1)]
+
+    def _plain_list(self, tensor: torch.Tensor) -> Any:
+        """Return what torch answers. It asks for each row of a tensor, and a row may be as long as there are experts."""
+        return [self._plain_list(row) for row in tensor] if tensor.ndim > 1 else self._tolist(tensor)
 
 
 @contextmanager

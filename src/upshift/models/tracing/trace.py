@@ -50,7 +50,7 @@ from upshift.models.profile import (
     Variant,
     with_eager_attention,
 )
-from upshift.models.profile_cache import SegmentStore, isolation_of
+from upshift.models.profile_cache import SegmentStore, check_token_ids, isolation_of
 from upshift.models.quantized import check_quantization
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
@@ -238,8 +238,9 @@ def trace_model(
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
-        reason = _why_not_chunked(tracer)
         isolation = isolation_of(source)
+        check_token_ids(source, isolation)
+        reason = _why_not_chunked(tracer)
         variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
         division = _tensor_parallel_or_reason(tracer, variants, points[0])
         if isinstance(division, str):

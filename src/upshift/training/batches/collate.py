@@ -74,7 +74,8 @@ def fill_micro_batch(
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
-        return _fill_seq2seq(ids, lengths, sequences, layout, objective)
+        micro_batch = _fill_seq2seq(ids, lengths, sequences, layout, objective)
+        return replace(micro_batch, can_be_split=objective.loss_splits)
     input_ids = _pad_rows(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
     if sequences.labels is not None:  # the data has labels, so its words are masked already
         inputs = input_ids
@@ -88,6 +89,7 @@ def fill_micro_batch(
         sequence_ids=ids,
         num_label_tokens=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=int(lengths.sum()),
+        can_be_split=objective.loss_splits,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from upshift.errors import RequestError
 from upshift.models.build import choose_class
-from upshift.models.profile_cache import isolation_of
+from upshift.models.profile_cache import check_token_ids, isolation_of
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import Layout
@@ -43,6 +43,12 @@ def find_objective(source: ModelSource, *, tokenizer: Any = None) -> Objective:
     else:
         objective = objective_for(kind, tokenizer, vocab_size=vocab_size)
     isolation = isolation_of(source)
+    check_token_ids(source, isolation)
+    if not isolation.loss_shifts and kind == "seq2seq-lm":
+        raise RequestError(
+            f"{source.reference!r} cannot be trained on labels alone: {model_class.__name__} does not make the decoder's inputs "
+            "from them; use transformers.Trainer with decoder_input_ids"
+        )
     if not isolation.loss_shifts:
         raise RequestError(
             f"{source.reference!r} cannot be trained on next tokens: the loss of {model_class.__name__} compares a label with "

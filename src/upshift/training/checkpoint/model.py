@@ -10,7 +10,6 @@ adapter_model.safetensors and a card. The weights of the model under the adapter
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from upshift.internals.transformers_names import ADAPTER_LOADED, NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of, read_into
+from upshift.models.adapter import base_of
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS
 from upshift.training.checkpoint.directory import check_room, file_sizes, replace_text, sync_tree, writing
 from upshift.training.checkpoint.optimizer import plain_name
@@ -217,11 +217,16 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     for name, stored in find_safetensors(directory).tensors.items():
         read_into(stored, checked_target(stored, targets, directory))
         filled.add(targets[name].data_ptr())
-    not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
+    never_saved = never_saved_names(model)
     for name, tensor in targets.items():
         # A tied weight is saved under only one of its names.
-        if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):
+        if tensor.data_ptr() not in filled and name not in never_saved:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
+
+
+def never_saved_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights that transformers never saves of this model. It takes them as whole names."""
+    return set(NOT_SAVED.read(base_of(model)) or ())
 
 
 def checked_target(stored: StoredTensor, targets: Mapping[str, Tensor], directory: Path) -> Tensor:

@@ -24,14 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from upshift.errors import RequestError
 from upshift.internals.torch_names import SPLIT_TENSOR
-from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.tensors import dtype_of, read_tensor
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.async_save import HostCopies
-from upshift.training.checkpoint.model import saved_state
+from upshift.training.checkpoint.model import never_saved_names, saved_state
 from upshift.training.checkpoint.optimizer import place_state, plain_name
 from upshift.training.checkpoint.state import checksums_of
 from upshift.training.distributed.mesh import all_gather_objects
@@ -352,9 +351,9 @@ def load_weights(
 ) -> None:
     """Load weights from a checkpoint of any layout into this rank's shards. ``fill`` explains ``allow_rounding``."""
     stored = stored or read_pieces(directory)
-    ignored = set(NOT_SAVED.read(base_of(stages_of(model)[0])) or ())
+    never_saved = never_saved_names(stages_of(model)[0])
     for name, (piece, tensor) in local_weights(model).items():
-        if name in ignored:
+        if name in never_saved:
             continue
         master_name = f"{name}.{MASTER_KEY}"
         if tensor.dtype == torch.float32 and master_name in stored["optimizer"]:

@@ -37,6 +37,8 @@ UNREADABLE = {  # suffix -> advice for such a file
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".wav", ".mp3", ".mp4"), "give text"),
     **dict.fromkeys((".pkl", ".pickle", ".npy", ".npz", ".pt", ".bin", ".h5", ".hdf5", ".tfrecord"), "write .jsonl or .parquet"),
 }  # fmt: skip
+# Texts with marks, which a user may not expect to be learned.
+OTHER_SYNTAX = {".yaml", ".yml", ".xml", ".html", ".htm", ".psv", ".ini", ".toml"}
 METADATA_FILES = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -76,6 +78,10 @@ def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = Fa
             )
         kind = file_kind(path)
         refuse_unreadable(path)
+        if data_suffix(path) in OTHER_SYNTAX:
+            say_once(
+                f"{path} is read as one plain text, with all marks of its syntax; to learn its contents give .jsonl or .csv"
+            )
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
     if pattern is not None:

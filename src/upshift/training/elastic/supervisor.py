@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 
-from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.errors import Interrupted, JobFailed, MissingExtra, RequestError
 from upshift.fork_server import ENDLESS_SECONDS, ChildExit, ForkServer, fork_server
 from upshift.planning.plan import ALONE, Plan
 from upshift.record import Record
@@ -31,7 +31,7 @@ MAX_FAILED_STARTS = 3  # after this many starts in a row without a counted step,
 def check_healing(plan: Plan) -> None:
     """Raise RequestError if replicas cannot heal each other. The message says what to do instead."""
     if importlib.util.find_spec("torchft") is None:
-        raise RequestError("--heal needs torchft; pip install 'upshift[heal]'")
+        raise MissingExtra(library="torchft", extra="heal", purpose="--heal")
     if plan.num_processes < 2:
         raise RequestError("--heal is for several copies, and the plan has one process; add --nproc 2")
     if plan.layout != ALONE:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import sort_checkpoints
 
 from upshift.errors import JobFailed, RequestError
-from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.models.build import build_model
@@ -48,7 +46,14 @@ from upshift.training.checkpoint.directory import (
     step_of,
     writing,
 )
-from upshift.training.checkpoint.model import checked_target, extra_bytes, has_adapter, write_adapter, write_weights
+from upshift.training.checkpoint.model import (
+    checked_target,
+    extra_bytes,
+    has_adapter,
+    never_saved_names,
+    write_adapter,
+    write_weights,
+)
 from upshift.training.checkpoint.optimizer import class_name, encode, plain_name, updated_parameter_names
 from upshift.training.checkpoint.sharded import (
     Piece,
@@ -289,13 +294,11 @@ def missing_names(stored: Any, model: nn.Module) -> list[str]:
     """Return the names of the model's weights that are neither stored nor tied to a stored weight."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     stored_keys = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
-    patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
+    never_saved = never_saved_names(model)
     return [
         name
         for name, tensor in targets.items()
-        if name not in stored
-        and (tensor.data_ptr(), tensor.shape) not in stored_keys
-        and not any(pattern.search(name) for pattern in patterns)
+        if name not in stored and (tensor.data_ptr(), tensor.shape) not in stored_keys and name not in never_saved
     ]
 
 

@@ -20,12 +20,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.adapter import base_of
+from upshift.models.describe import max_positions
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, RowBatch
+from upshift.training.batches.user_batches import RowBatch
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -118,20 +119,65 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
         if is_out_of_memory(error):
             raise
         if probes.is_library_loss:
-            _check_masks(rows.batches[0], model, error)
+            raise_for_inputs(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         return Split(None, reason=f"the loss could not be measured on two rows: {message}")
 
 
-def _check_masks(batch: Batch, model: nn.Module, error: Exception) -> None:
-    """Raise RequestError if a batch has a mask of more than two dimensions, with which the model raised ``error``."""
-    for name, value in batch.items():
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
+def raise_for_inputs(error: Exception) -> None:
+    """Raise RequestError if ``error`` comes from a transformers model that got a mask or token ids that it cannot use.
+
+    The traceback shows what the model got. A script's loss may call it with other inputs than those of the batch. Raise
+    ``error`` again if memory ran out."""
+    if is_out_of_memory(error):
+        raise error
+    traceback = error.__traceback__
+    while traceback is not None:
+        values = traceback.tb_frame.f_locals
+        model = values.get("self")
+        if isinstance(model, PreTrainedModel):
+            arguments = values.get("kwargs")
+            if isinstance(arguments, dict):
+                values = values | arguments
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            _check_masks(tensors, model, error)
+            _check_ids(tensors, model, error)
+        traceback = traceback.tb_next
+
+
+def _check_masks(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exception) -> None:
+    """Raise RequestError for a mask of more than two dimensions."""
+    for name, value in tensors.items():
+        if name.endswith("attention_mask") and value.ndim > 2:
             message = " ".join(str(error).split())[:160]
             raise RequestError(
-                f"{type(base_of(model)).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
+                f"{type(model).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
                 "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
-            ) from None
+            ) from error
+
+
+def _check_ids(tensors: Mapping[str, Tensor], model: PreTrainedModel, error: Exception) -> None:
+    """Raise RequestError for token ids without an embedding, and for more tokens than positions.
+
+    A GPU stops at such ids, and cannot be asked for them."""
+    if not isinstance(error, IndexError):
+        return
+    embeddings = model.get_input_embeddings()
+    ids = tensors.get("input_ids")
+    if ids is None or not ids.numel() or not isinstance(embeddings, nn.Embedding):
+        return
+    for token_id in (int(ids.min()), int(ids.max())):
+        if not 0 <= token_id < embeddings.num_embeddings:
+            raise RequestError(
+                f"input_ids hold {token_id}, and {type(model).__name__} has embeddings for 0 to {embeddings.num_embeddings - 1}; "
+                "tokenize with the model's own tokenizer, or call model.resize_token_embeddings"
+            ) from error
+    num_positions = max_positions(model)
+    if num_positions is not None and ids.shape[-1] > num_positions:
+        raise RequestError(
+            f"a row has {ids.shape[-1]} tokens, and {type(model).__name__} has positions for {num_positions}; cut the rows, for "
+            f"example by the tokenizer with truncation=True and max_length={num_positions}"
+        ) from error
 
 
 def _have_same_label(rows: RowBatch) -> bool:

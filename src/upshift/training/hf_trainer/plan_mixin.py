@@ -76,11 +76,11 @@ from upshift.training.hf_trainer.loss_split import (
     loss_in_evaluation,
     loss_in_training,
     measure_split,
+    raise_for_inputs,
 )
 from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
-from upshift.training.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -403,8 +403,7 @@ class PlanMixin(LibraryTrainer):
                     if times[-1] > COLD_SECONDS:
                         break
             except Exception as error:  # the script's loss may not work in evaluation mode
-                if is_out_of_memory(error):
-                    raise
+                raise_for_inputs(error)
                 times.clear()
         return min(times, default=math.inf), traces.reason
 

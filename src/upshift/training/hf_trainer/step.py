@@ -24,7 +24,7 @@ from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
 from upshift.training.distributed.mesh import Mesh, all_reduce_max
-from upshift.training.hf_trainer.loss_split import Split, is_within
+from upshift.training.hf_trainer.loss_split import Split, is_within, raise_for_inputs
 from upshift.training.out_of_memory import BatchHalving
 
 
@@ -201,7 +201,7 @@ class BatchStep:
                 weight = scale * self._loss_weight(micro_batch, weights)
             if micro_batch.stands_in:
                 weight = 0.0
-            loss = self.compute_loss(inputs, num_items) * weight
+            loss = self._loss(inputs, num_items) * weight
             if self.plan.optimizer_in_backward:
                 check_finite(float(loss.detach()))  # the backward pass moves the weights
             self.backward(loss)
@@ -228,6 +228,14 @@ class BatchStep:
         total = self.halving.run([(micro_batch, rows) for micro_batch in micro_batches], run_items)
         check_finite(self.exchange.job_loss(total))
         return self.exchange.loss_for_transformers(total)
+
+    def _loss(self, inputs: Any, num_items: Any) -> Tensor:
+        """Return the loss. Raise RequestError if the model cannot use the mask or the ids that it gets."""
+        try:
+            return self.compute_loss(inputs, num_items)
+        except Exception as error:  # each model fails in its own way with a mask that it cannot use
+            raise_for_inputs(error)
+            raise
 
     def _collate_rows(self, batches: list[Batch]) -> RowBatch | None:
         """Return the rows of the batches, or None if the batches must stay whole."""

@@ -25,6 +25,7 @@ from upshift.benchmarking.meters import (
     bytes_left_with_parent,
 )
 from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
+from upshift.errors import JobFailed
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_model_to_train
@@ -133,7 +134,7 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
         """
         return result.changed(
             base_resident_bytes=base_bytes,
-            check_loss=check_loss * (result.check_loss or 1.0),
+            check_loss=check_loss * (1.0 if result.check_loss is None else result.check_loss),
             check_labels=max(batches.num_check_labels, 1),
         )
 
@@ -494,13 +495,22 @@ class Trial:
         share = float(train_step.accumulate(micro_batch, batch.num_label_tokens, last=self.exchanges))
         if self.exchanges:
             train_step.agree()
-        check_finite(eager)
-        check_finite(share)
-        ratio = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
-        tolerance = loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
-        if abs(ratio - 1.0) < tolerance:
-            ratio = 1.0
-        return ratio, time.perf_counter() - start
+        compiled = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1)
+        factor = loss_factor(compiled, eager, loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens))
+        return factor, time.perf_counter() - start
+
+
+def loss_factor(compiled: float, eager: float, tolerance: float) -> float:
+    """Return the ratio of two losses, or 1 if they are equal within ``tolerance``, a share of the eager loss.
+
+    Raise JobFailed for a loss that is not finite, and if only the eager loss is 0: no factor makes another loss of it."""
+    check_finite(eager)
+    check_finite(compiled)
+    if abs(compiled - eager) <= tolerance * abs(eager):
+        return 1.0
+    if eager == 0.0:
+        raise JobFailed(f"the loss of a micro-batch is 0, and {compiled:.3g} with compiled layers; use torch_compile=off")
+    return compiled / eager
 
 
 def _undisturbed(timed: list[tuple[Timing, Measured]]) -> list[tuple[Timing, Measured]]:
