@@ -63,6 +63,14 @@ def generation_task(source: ModelSource) -> Task:
     return "generate"
 
 
+def pads_safely(source: ModelSource, task: Task) -> bool:
+    """Return whether prompts of different lengths may share a batch.
+
+    The prompts of a causal language model are padded on the left, so the model's isolation test must have shown that this changes
+    nothing. Encoder-decoders are padded on the right of the encoder's texts, under a mask."""
+    return task == "seq2seq" or not isolation_of(source).left_padding
+
+
 def check_weights(source: ModelSource) -> None:
     """Raise RequestError if the files lack weights of the model. Only the headers of the files are read."""
     from upshift.loading.fill import check_files
