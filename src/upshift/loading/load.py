@@ -149,12 +149,16 @@ def _load_quantized(
     return model
 
 
-def place_source(source: ModelSource, *, dtype: str | None = None, placement_options: PlacementOptions) -> Placement:
+def place_source(
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions
+) -> Placement:
     """Return the placement that ``load_source`` would use."""
     return place_empty(*build_empty_with_files(source, dtype), placement_options)
 
 
-def build_empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
+def build_empty_with_files(
+    source: ModelSource, dtype: str | torch.dtype | None = None
+) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Return the empty model as ``load_source`` builds it, and the headers of its files, or None if it has no files."""
     config = source.hf_config
     model_class = resolve_class(config, source)

@@ -13,6 +13,7 @@ from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import (
     available_memory,
     cache_bytes,
+    check_max_memory,
     check_weights,
     generation_task,
     is_too_large,
@@ -67,8 +68,8 @@ class Generator:
         max_ttft_ms: longest time until the first tokens of prompts that are admitted together.
         max_tpot_ms: longest mean time of one more token of each sequence.
         chat: read a text as the message of a user, by the model's chat template.
-        max_memory: memory limits by device, such as {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that
-            is larger runs in transformers in its stored precision, partly from the disk.
+        max_memory: the memory limit of a CPU: {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that is
+            larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race.
         on_run: called after each run of the race.
 
@@ -97,6 +98,7 @@ class Generator:
         self.task = generation_task(self.source)
         check_weights(self.source)
         self.host = computing_host(stored_for(self.source))
+        check_max_memory(self.source, self.host, max_memory)
         self._engine = check_requested_engine(self.task, self.source, engine, self.host)
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
