@@ -41,7 +41,6 @@ from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of

@@ -183,6 +183,27 @@ def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: 
     assert weights_size(one) == weights_size(other) and needed_memory(one, "fp32") == needed_memory(other, "fp32")
 
 
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("command", ["generate", "encode", "quantize"])
+def test_weights_in_a_pickle_are_refused_with_the_command_that_writes_them(
+    model: str, tmp_path: Path, upshift: Command, pickle: str, command: str
+) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    shutil.copy(Path(model) / "config.json", folder)
+    (folder / pickle).write_bytes(b"a pickle")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one\ntwo\n")
+    options = {
+        "generate": ("--prompt", "a"),
+        "encode": ("--input", texts, "--output", tmp_path / "rows.npy"),
+        "quantize": ("--texts", texts, "--output", tmp_path / "small", "--bits", 8),
+    }
+    answer = upshift(command, folder, *options[command])
+    assert answer.code == 2
+    assert f"has its weights in {pickle}, a pickle" in answer.err and f"upshift shard {folder} --output DIR" in answer.err
+
+
 def test_two_streams_of_one_generator(generator: upshift.Generator) -> None:
     first, other = (generator.stream(text, max_new_tokens=9) for text in ("one", "two"))
     next(first), next(other)

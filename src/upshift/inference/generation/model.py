@@ -157,15 +157,15 @@ STORED_PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16":
 
 
 def check_max_memory(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> None:
-    """Raise RequestError for limits that would limit nothing here. Raise NothingFits if the model can only run above its limit."""
+    """Raise RequestError for limits that would limit nothing here, and NothingFits if the model cannot keep its limit."""
     if max_memory is None:
         return
     limits = memory_limits(host, max_memory)
     if host.gpu is not None:
         raise RequestError(
-            f"--max-memory (max_memory) limits a model that runs on the CPU, and {source.reference!r} runs on {host.gpu.name} here, "
-            "as a whole; leave it out, hide the GPU (CUDA_VISIBLE_DEVICES=), or divide the model in Python: upshift.load_model(..., "
-            'device_map="auto", max_memory=...)'
+            f"--max-memory (max_memory) limits a model that runs on the CPU, and {source.reference!r} runs on {host.gpu.name} "
+            "here, as a whole; leave it out, hide the GPU (CUDA_VISIBLE_DEVICES=), or divide the model in Python: "
+            'upshift.load_model(..., device_map="auto", max_memory=...)'
         )
     if stored_for(source) is not None and needed_memory(source, "fp32") > limits["cpu"]:
         raise NothingFits(

@@ -103,7 +103,7 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
     if num_bytes > free:
         raise JobFailed(
             f"the weights that stay on the disk take {format_bytes(num_bytes)} converted, and {path.parent} has "
-            f"{format_bytes(free)} left; nothing was written: give an offload_folder on another disk, or UPSHIFT_CACHE to a command"
+            f"{format_bytes(free)} left; nothing was written: give an offload_folder on another disk (UPSHIFT_CACHE to a command)"
         )
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
