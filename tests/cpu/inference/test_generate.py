@@ -39,6 +39,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.probe_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
+from upshift.inference import quantize as quantize_module
 from upshift.inference import registry
 from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.batching import decode
@@ -296,7 +297,29 @@ def test_what_transformers_cannot_load_again_is_not_written(tmp_path: Path) -> N
     source = find_weights(save(tmp_path / "model", SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM))
     with pytest.raises(RequestError, match="final_logits_bias; use --engine openvino, or --bits 4"):
         quantize(source, rounding_of(source, WORDS), tmp_path / "small", bits=8, engine="torch")
-    assert not (tmp_path / "small").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_an_interrupted_quantize_leaves_nothing(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither beside the output nor in the cache, where the OpenVINO files are made."""
+    source = find_weights(save(tmp_path / "model", LlamaConfig(**SMALL, intermediate_size=64)))
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    rounding = rounding_of(source, WORDS)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def write(path: Path, *_: object) -> None:
+        path.with_suffix(".bin").touch()
+        interrupt()
+
+    monkeypatch.setattr(quantize_module, "make_model_file", write)
+    monkeypatch.setattr("upshift.loading.load.load_source", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, rounding, tmp_path / "small", bits=8, engine=engine)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model", "cache"}
+    assert not [path for path in (tmp_path / "cache").rglob("*-written.*") if path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize(("engine", "bits"), [("openvino", 8), ("openvino", 4), ("torch", 4)])

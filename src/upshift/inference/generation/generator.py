@@ -276,13 +276,11 @@ class Generator:
         others = [prompt for prompt in ids if not self._is_beyond(prompt)]
         return max(others, beyond, key=len)
 
-    def read_beyond(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
-        """Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt.
+    def check_prompts(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
+        """Read all prompts, block by block. Raise RequestError with the number of the first one that ``read`` refuses.
 
-        Only one engine computes such a prompt, so the race must know of it. Without a border no prompt is read. Raise
-        RequestError for a prompt that ``read`` refuses."""
-        if self._border is None or self.start is not None:
-            return []
+        Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt:
+        only one engine computes it, so the race must know of it."""
         first = 0
         longest: list[int] = []
         for block in read_blocks(iter(prompts), size=BLOCK_PROMPTS):
