@@ -199,7 +199,8 @@ def plan_offload(
     assert source.directory is not None
     tensors = find_checkpoint(source.directory).tensors.values()
     stored_precisions = {STORED_PRECISIONS.get(tensor.dtype) for tensor in tensors} - {None}
-    precision = next((name for name in ("fp16", "bf16", "fp32") if name in stored_precisions), "fp32")
+    narrowest_first: tuple[Precision, ...] = ("fp16", "bf16", "fp32")
+    precision = next((name for name in narrowest_first if name in stored_precisions), "fp32")
     free_bytes = available_memory(host, max_memory)
     shown_free = format_bytes(free_bytes or 0)
     if precision != "fp32" and (quality == "exact" or quality > MAX_UNMEASURED_QUALITY):
