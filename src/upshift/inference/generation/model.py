@@ -200,7 +200,7 @@ def plan_offload(
     tensors = find_checkpoint(source.directory).tensors.values()
     stored_precisions = {STORED_PRECISIONS.get(tensor.dtype) for tensor in tensors} - {None}
     narrowest_first: tuple[Precision, ...] = ("fp16", "bf16", "fp32")
-    precision = next((name for name in narrowest_first if name in stored_precisions), "fp32")
+    precision: Precision = next((name for name in narrowest_first if name in stored_precisions), "fp32")
     free_bytes = available_memory(host, max_memory)
     shown_free = format_bytes(free_bytes or 0)
     if precision != "fp32" and (quality == "exact" or quality > MAX_UNMEASURED_QUALITY):
