@@ -300,6 +300,23 @@ def test_what_transformers_cannot_load_again_is_not_written(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_converted_file_that_is_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may leave such a file. It would stop every later run of the model."""
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    model = save(tmp_path / "model", LlamaConfig(**{**SMALL, "num_hidden_layers": 1}, intermediate_size=64))
+    expected = decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]])
+    folder = engine_folder("generate", find_weights(model), "openvino")
+    whole = {path: path.read_bytes() for path in folder.glob("*.xml")}
+    assert {path.name for path in whole} == {"fp32.xml", "int8.xml"}
+    for path, content in whole.items():
+        path.write_bytes(content[: len(content) // 2])
+    assert np.array_equal(decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]]), expected)
+    modified = {path: path.stat().st_mtime_ns for path in whole}
+    (folder / "int8.xml").write_bytes(b"")
+    assert np.array_equal(decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]]), expected)
+    assert (folder / "fp32.xml").stat().st_mtime_ns == modified[folder / "fp32.xml"]  # a whole file is kept
+
+
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
 def test_an_interrupted_quantize_leaves_nothing(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither beside the output nor in the cache, where the OpenVINO files are made."""
