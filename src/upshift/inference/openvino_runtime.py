@@ -82,11 +82,12 @@ def make_model_file(path: Path, export: Callable[[], Any], quantize: Callable[[A
 
 def _remove_if_cut_short(path: Path) -> None:
     """Remove a model file that does not end with its last element, or has no weights. A power cut may leave such a file."""
-    if not path.is_file():
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - END_BYTES, 0))
+            is_complete = file.read().rstrip().endswith(b"</net>")
+    except FileNotFoundError:  # it is not made yet, or another process removed it
         return
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - END_BYTES, 0))
-        is_complete = file.read().rstrip().endswith(b"</net>")
     if not is_complete or not path.with_suffix(".bin").is_file():
         logger.warning("converting the model again: %s is cut short", path)
         path.unlink(missing_ok=True)

@@ -116,11 +116,11 @@ def _write_and_compare(
     temporary.mkdir()
     try:
         report = _write_to(temporary, source, rounding, held_out, calibration, bits=bits, engine=engine)
-        shutil.rmtree(output, ignore_errors=True)
-        temporary.replace(output)
     except BaseException:  # also an interrupt
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(output, ignore_errors=True)
+    temporary.replace(output)
     return report
 
 

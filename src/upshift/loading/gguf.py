@@ -95,16 +95,17 @@ class _ReadBytes:
     """Count the bytes of the tensors that were read, and report them. Several threads may read."""
 
     def __init__(self, file: GgufFile, progress: Progress) -> None:
-        self._sizes = {name: file.stored_bytes(name) for name in file.shapes}
+        self._unread = {name: file.stored_bytes(name) for name in file.shapes}
+        self._total = sum(self._unread.values())
+        self._done = 0
         self._progress = progress
-        self._unread = set(self._sizes)
         self._lock = Lock()
 
     def add(self, name: str) -> None:
+        """Count a tensor. One that is read again does not count again."""
         with self._lock:
-            self._unread.discard(name)
-            total = sum(self._sizes.values())
-            self._progress(total - sum(self._sizes[unread] for unread in self._unread), total)
+            self._done += self._unread.pop(name, 0)
+            self._progress(self._done, self._total)
 
 
 class _LazyTensor:
