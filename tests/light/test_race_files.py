@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from upshift.atomic_file import put_in_place
 from upshift.errors import RequestError
 from upshift.fork_server import ChildExit
 from upshift.hardware import describe
@@ -139,6 +141,28 @@ def test_every_vector_agrees_with_itself_also_one_of_zeros(left: list[list[float
     assert np.allclose(cosines(vectors, vectors.copy()), 1.0, atol=1e-6)
     zeros = np.zeros_like(vectors)
     assert (cosines(vectors, zeros) == np.where(np.abs(vectors).sum(1) == 0.0, 1.0, 0.0)).all()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_converted_model_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "writing-model"
+    path = tmp_path / "model"
+    (temporary / "parts").mkdir(parents=True) if is_folder else temporary.write_text("weights")
+    files = [temporary / "config.json", temporary / "parts" / "model.bin"] if is_folder else [temporary]
+    for file in files:
+        file.write_text("weights")
+    on_the_disk: set[int] = set()
+
+    def sync(descriptor: int) -> None:
+        assert not path.exists()
+        on_the_disk.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    inodes = {file.stat().st_ino for file in files}
+    put_in_place(temporary, path)
+    assert path.exists() and not temporary.exists() and on_the_disk == inodes
 
 
 def test_a_proof_that_cannot_be_read_is_removed_when_a_plan_fails(tmp_path: Path) -> None:
