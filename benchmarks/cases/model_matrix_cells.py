@@ -23,7 +23,7 @@ from upshift.inference.encoding.engines.base import check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
-from upshift.inference.generation.model import check_weights, generation_task
+from upshift.inference.generation.model import check_weights, generation_task, pads_safely
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.models.describe import attention_kernels
 from upshift.models.inspect import inspect
@@ -298,7 +298,7 @@ def generate(model: TinyModel) -> str:
     source = find_model(str(model.folder))
     task = generation_task(source)
     check_weights(source)
-    rows = 1 if isolation_of(source).left_padding else len(TEXTS)  # as Generator has it
+    rows = len(TEXTS) if pads_safely(source, task) else 1  # as Generator has it
     setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=rows)
     decoder = build_engine(task, "torch", DecoderBuild(source, setup, model.folder / "engine"))
     worst = 0.0

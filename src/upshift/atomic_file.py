@@ -36,6 +36,16 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a complete file or folder when its content is on the disk, so that no power cut leaves ``path`` cut short.
+
+    Raise OSError on failure."""
+    files = [temporary] if temporary.is_file() else [file for file in temporary.rglob("*") if file.is_file()]
+    for file in files:
+        sync_path(file)
+    temporary.replace(path)
+
+
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a path, so that another thread or process that makes the same file waits.

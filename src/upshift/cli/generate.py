@@ -184,11 +184,12 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
     from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
     from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
-    total = sum(1 for _ in read_prompts(prompts))
+    with tables.step("Checking the prompts"):
+        total = sum(1 for _ in read_prompts(prompts))
+        beyond = generator.check_prompts(read_prompts(prompts), options)
     with tables.step("Racing the installed engines on some of the prompts"):
         first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        ids = generator.read(first_block, options)
-        generator.prepare([*ids, *generator.read_beyond(read_prompts(prompts), options)], options, total=total)
+        generator.prepare([*generator.read(first_block, options), *beyond], options, total=total)
     setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
     identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     num_tokens = 0
@@ -244,11 +245,16 @@ def _print_bandwidth_share(generator: Any) -> None:
     (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
     with tables.step("Measuring this machine"):
         measured = measure(generator.host).measured
-    rate = None if measured is None else measured.cpu.memory_bytes_per_second
+    if measured is None:
+        return
+    runs_on_cpu = run.setup.device == "cpu"
+    rates = measured.cpu if runs_on_cpu else measured.gpu
+    rate = None if rates is None else rates.memory_bytes_per_second
     if rate and run.step_seconds:
         read_seconds = run.weight_bytes / rate
+        memory = "memory" if runs_on_cpu else "the GPU's memory"
         dim(
-            f"Its weights, read once, take {1e3 * read_seconds:.1f} ms at the {rate / 1e9:.1f} GB/s that memory gives here: "
+            f"Its weights, read once, take {1e3 * read_seconds:.1f} ms at the {rate / 1e9:.1f} GB/s that {memory} gives here: "
             f"{read_seconds / run.step_seconds:.0%} of a step"
         )
 

@@ -69,7 +69,10 @@ def _write_answers(generator: Any, texts: Any, prompts: Path, output: Path, opti
     from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
     from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
-    total = sum(1 for _ in read_prompts(prompts))
+    total = 0
+    for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS):  # before anything is compiled
+        generator.check(texts.tokenize(block, first=total), options, first=total)
+        total += len(block)
     num_tokens = 0
     identity = output_identity(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
     with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:

@@ -274,7 +274,7 @@ MaxLatency = Annotated[
 MaxMemory = Annotated[
     list[str] | None,
     option(
-        "--max-memory", text="The memory that the model may take on one device, such as cpu=8GiB or 0=20GiB (GPU 0).",
+        "--max-memory", text="The memory that the model may take, such as cpu=8GiB. inspect also takes GPUs, such as 0=20GiB.",
         panel=Panel.LIMITS, metavar="DEVICE=SIZE", default="all free memory",
     ),
 ]  # fmt: skip

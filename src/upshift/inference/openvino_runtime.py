@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -17,10 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from upshift.atomic_file import make_once
+from upshift.atomic_file import make_once, put_in_place
 from upshift.internals.openvino_names import FP16_WEIGHTS
 from upshift.settings import without_telemetry
 from upshift.units import MIB
+
+END_BYTES = 64  # of a model file, which hold its last element
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -56,12 +61,14 @@ class _SignalStack(ctypes.Structure):
 
 
 def make_model_file(path: Path, export: Callable[[], Any], quantize: Callable[[Any], Any] | None) -> None:
-    """Write the model file ``path`` if it does not exist.
+    """Write the model file ``path`` if it does not exist, or if it is cut short.
 
     ``export`` returns the model in fp32, which is written to fp32.xml in the same folder. For any other ``path``,
     ``quantize`` returns its model from the one in fp32, without torch."""
     core()  # before the cores of NNCF
     fp32_path = path.with_name("fp32.xml")
+    for file in (fp32_path, path):
+        _remove_if_cut_short(file)
 
     def write_files() -> None:
         with without_telemetry(), keep_signal_stack():
@@ -71,6 +78,19 @@ def make_model_file(path: Path, export: Callable[[], Any], quantize: Callable[[A
                 _save(quantize(core().read_model(fp32_path)), path)
 
     make_once(path, write_files, beside=fp32_path)
+
+
+def _remove_if_cut_short(path: Path) -> None:
+    """Remove a model file that does not end with its last element, or has no weights. A power cut may leave such a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - END_BYTES, 0))
+            is_complete = file.read().rstrip().endswith(b"</net>")
+    except FileNotFoundError:  # it is not made yet, or another process removed it
+        return
+    if not is_complete or not path.with_suffix(".bin").is_file():
+        logger.warning("converting the model again: %s is cut short", path)
+        path.unlink(missing_ok=True)
 
 
 def fp16_weights(model: Any) -> Any:
@@ -93,8 +113,8 @@ def _save(model: Any, path: Path) -> None:
     temporary = path.with_name(f"writing-{path.name}")
     try:
         openvino.save_model(model, temporary, compress_to_fp16=False)
-        temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
-        temporary.replace(path)
+        put_in_place(temporary.with_suffix(".bin"), path.with_suffix(".bin"))
+        put_in_place(temporary, path)
     except BaseException as error:  # remove the partial files, which may fill the disk
         free = shutil.disk_usage(path.parent).free
         temporary.unlink(missing_ok=True)

@@ -114,6 +114,27 @@ def _write_and_compare(
     temporary = output.with_name(f"{output.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
+    try:
+        report = _write_to(temporary, source, rounding, held_out, calibration, bits=bits, engine=engine)
+    except BaseException:  # also an interrupt
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    shutil.rmtree(output, ignore_errors=True)
+    temporary.replace(output)
+    return report
+
+
+def _write_to(
+    temporary: Path,
+    source: ModelSource,
+    rounding: Rounding,
+    held_out: list[list[int]],
+    calibration: list[list[int]],
+    *,
+    bits: Bits,
+    engine: EngineName,
+) -> QuantizationReport:
+    """Write the quantized model and its report into a folder that exists."""
     write = _write_torch if engine == "torch" else _write_openvino
     calibrated_on = write(source, rounding, pick_evenly(calibration, CALIBRATION_TEXTS), bits, temporary)
     quantized = find_weights(str(temporary))
@@ -132,8 +153,6 @@ def _write_and_compare(
         bytes_after=weights_size(quantized),
     )
     write_whole(temporary / REPORT, report.to_json())
-    shutil.rmtree(output, ignore_errors=True)
-    temporary.replace(output)
     return report
 
 
@@ -186,10 +205,13 @@ def _write_openvino(source: ModelSource, rounding: Rounding, calibration: list[l
         path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(path):
             path.unlink(missing_ok=True)  # it may be fitted to other texts
-            make_model_file(path, model_file.export, partial(_quantize_model, model_file, bits, calibration))
-            for suffix in (".xml", ".bin"):
-                shutil.copy(path.with_suffix(suffix), (folder / model_file.file).with_suffix(suffix))
-                path.with_suffix(suffix).unlink()
+            try:
+                make_model_file(path, model_file.export, partial(_quantize_model, model_file, bits, calibration))
+                for suffix in (".xml", ".bin"):
+                    shutil.copy(path.with_suffix(suffix), (folder / model_file.file).with_suffix(suffix))
+            finally:
+                for suffix in (".xml", ".bin"):
+                    path.with_suffix(suffix).unlink(missing_ok=True)
     _copy_other_files(source, folder)
     return len(calibration) if bits in rounding.fitted_bits else 0
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -24,6 +26,8 @@ from upshift.loading.rewrite.output_folder import DISK_FULL_ERRORS
 from upshift.models.source import ModelSource
 from upshift.text import find_lone_surrogate
 from upshift.value import Value
+
+logger = logging.getLogger(__name__)
 
 
 class Progress(Value):
@@ -79,7 +83,11 @@ class UnfinishedOutput:
         """Return the number of rows of an earlier run. Raise RequestError if that run had another input, model or setup."""
         if not (self._progress_file.is_file() and self.partial.is_file() and self.partial.stat().st_size):
             return 0
-        progress = Progress.from_file(self._progress_file)
+        try:
+            progress = Progress.from_file(self._progress_file)
+        except RequestError as error:
+            self.close()
+            raise RequestError(f"{error}; remove it and {self.partial}, and the output begins anew") from None
         if (progress.made_of, progress.total) != (self._identity_hash, self.total):
             self.close()
             raise RequestError(
@@ -148,15 +156,25 @@ class UnfinishedLines(UnfinishedOutput):
         super().__init__(output, total, identity)
         self.done = self.recorded()
         with self.writing(), self.partial.open("rb+" if self.done else "wb+") as file:
-            for _ in range(self.done):
-                file.readline()
-            file.truncate()  # lines after the recorded ones: a block that was being written
+            num_bytes = 0
+            for number in range(self.done):
+                line = file.readline()
+                if not (line.startswith(b"{") and line.endswith(b"\n")):
+                    logger.warning(
+                        "%s has %d of its %d recorded lines; the others are written again", self.partial, number, self.done
+                    )
+                    self.done = number
+                    break
+                num_bytes += len(line)
+            file.truncate(num_bytes)  # lines after the recorded ones: a block that was being written
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         texts = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
         with self.writing():
             with self.partial.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(texts)
+                file.flush()
+                os.fsync(file.fileno())  # before the record, so that no power cut leaves a record without its lines
             self.record(self.done + len(texts))
         self.done += len(texts)
 

@@ -12,7 +12,7 @@ from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.inference.registry import EngineName, Precision, Task, check_engine
-from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, read_index
+from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, find_pickle, read_index
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
@@ -32,6 +32,12 @@ def find_weights(model: str) -> ModelSource:
         raise RequestError(f"{model!r} has an adapter; merge it into its model (peft: merge_and_unload), then give that")
     fetch_weights(source)
     if not weight_files(source):
+        pickles = None if source.directory is None else find_pickle(source.directory)
+        if pickles is not None:
+            raise RequestError(
+                f"{model!r} has its weights in {pickles}, a pickle, which can run code; write them once as safetensors: "
+                f"upshift shard {model} --output DIR, then give DIR"
+            )
         raise RequestError(f"{model!r} has no weights (*.safetensors); give a directory written by save_pretrained")
     return source
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class GgufFile:
         if missing:
             raise RequestError(f"{file} has no tensor for {quote(missing[0])} of {type(model).__name__}; take another file of it")
 
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes in the file that a weight is made of."""
+        return sum(int(tensor.n_bytes) for tensor in self._sources[name])
+
     def read(self, name: str) -> Tensor:
         """Return a weight in fp32. Raise RequestError if its shape is not that of the config."""
         from gguf import dequantize
@@ -86,16 +91,37 @@ class GgufFile:
         return tensor
 
 
+class _ReadBytes:
+    """Count the bytes of the tensors that were read, and report them. Several threads may read."""
+
+    def __init__(self, file: GgufFile, progress: Progress) -> None:
+        self._unread = {name: file.stored_bytes(name) for name in file.shapes}
+        self._total = sum(self._unread.values())
+        self._done = 0
+        self._progress = progress
+        self._lock = Lock()
+
+    def add(self, name: str) -> None:
+        """Count a tensor. One that is read again does not count again."""
+        with self._lock:
+            self._done += self._unread.pop(name, 0)
+            self._progress(self._done, self._total)
+
+
 class _LazyTensor:
     """A tensor of the file for from_pretrained, which reads it by indexing it."""
 
-    def __init__(self, file: GgufFile, name: str) -> None:
+    def __init__(self, file: GgufFile, name: str, read_bytes: _ReadBytes | None) -> None:
         self._file = file
         self._name = name
+        self._read_bytes = read_bytes
         self.shape = file.shapes[name]
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self._file.read(self._name)
+        tensor = self._file.read(self._name)
+        if self._read_bytes is not None:
+            self._read_bytes.add(self._name)
+        return tensor
 
 
 def open_gguf(file: Path) -> GgufFile:
@@ -121,15 +147,16 @@ def open_gguf(file: Path) -> GgufFile:
         raise _damaged_error(file, str(error) or type(error).__name__) from None
 
 
-def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model in evaluation mode, in ``dtype`` or fp32.
+def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None, progress: Progress | None = None) -> PreTrainedModel:
+    """Return the model in evaluation mode, in ``dtype`` or fp32. ``progress`` counts the bytes of the file's tensors.
 
     Besides the model's weights, only the few that are being read are in memory."""
     if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
         raise RequestError(f"dtype {dtype!r} cannot compute a model; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     opened = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
-    state_dict = {name: _LazyTensor(opened, name) for name in opened.shapes}
+    read_bytes = None if progress is None else _ReadBytes(opened, progress)
+    state_dict = {name: _LazyTensor(opened, name, read_bytes) for name in opened.shapes}
     model: PreTrainedModel = opened.model_class.from_pretrained(None, config=opened.config, state_dict=state_dict, dtype=dtype)
     return model
 

@@ -54,13 +54,13 @@ def load_model(
     ``dtype``: None means the config's dtype, or the stored one if the config has none. ``device_map``: None puts the whole
     model on the CPU; "auto", or a map as transformers takes it, divides the model under ``max_memory``. ``offload_folder``
     holds weights on the disk that must be converted. ``model_class``: a class of transformers, or one of its Auto classes; None
-    means the class that the config names.
+    means the class that the config names. ``progress`` is called with the bytes that are loaded, and with all bytes.
 
     Raise RequestError for a model without weights, for damaged files, and for weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
         if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
-        return load_gguf(Path(model), dtype=dtype)
+        return load_gguf(Path(model), dtype=dtype, progress=progress)
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} is an adapter; load the model that it was made for, then peft.PeftModel.from_pretrained")
@@ -107,7 +107,8 @@ def load_source(
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
         if placement_options is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        return _load_quantized(source, resolved_class, dtype, allow_missing=allow_missing or run is not None)
+        can_miss = allow_missing or run is not None
+        return _load_quantized(source, resolved_class, dtype, allow_missing=can_miss, progress=progress)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
     resolved_dtype = _set_dtype(config, dtype, checkpoint)
@@ -131,11 +132,20 @@ def load_source(
 
 
 def _load_quantized(
-    source: ModelSource, model_class: type[PreTrainedModel], dtype: str | torch.dtype | None, *, allow_missing: bool
+    source: ModelSource,
+    model_class: type[PreTrainedModel],
+    dtype: str | torch.dtype | None,
+    *,
+    allow_missing: bool,
+    progress: Progress | None,
 ) -> PreTrainedModel:
-    """Load a quantized model with from_pretrained.
+    """Load a quantized model with from_pretrained, which reports no progress: ``progress`` hears of its start and its end.
 
     Only transformers and the quantization's library know the layout of scales and codes, for each of about twenty methods."""
+    assert source.directory is not None
+    total_bytes = sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
+    if progress is not None:
+        progress(0, total_bytes)
     try:
         loaded: Any = model_class.from_pretrained(  # returns (model, loading information), unlike its annotation
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
@@ -144,17 +154,23 @@ def _load_quantized(
         raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
     model: PreTrainedModel
     model, loading_info = loaded
+    if progress is not None:
+        progress(total_bytes, total_bytes)
     if not allow_missing:
         check_missing(set(loading_info["missing_keys"]), model, source)
     return model
 
 
-def place_source(source: ModelSource, *, dtype: str | None = None, placement_options: PlacementOptions) -> Placement:
+def place_source(
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions
+) -> Placement:
     """Return the placement that ``load_source`` would use."""
     return place_empty(*build_empty_with_files(source, dtype), placement_options)
 
 
-def build_empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
+def build_empty_with_files(
+    source: ModelSource, dtype: str | torch.dtype | None = None
+) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Return the empty model as ``load_source`` builds it, and the headers of its files, or None if it has no files."""
     config = source.hf_config
     model_class = resolve_class(config, source)

@@ -171,8 +171,8 @@ def _share_of_intervals(intervals: Intervals, share: Share) -> Intervals:
 
 
 def _to_rank_weight(filling: Filling, group: Group, intervals: dict[str, tuple[Intervals, ...]]) -> RankWeight | None:
-    if all(not _length(dimension) for dimensions in intervals.values() for dimension in dimensions[:1]):
-        return None  # more ranks than rows
+    if all(dimensions and not _length(dimensions[0]) for dimensions in intervals.values()):
+        return None  # more ranks than rows; a weight without dimensions is on every rank
     sources = [(pattern, filling.tensors[name]) for pattern, name in group.sources]
     if group.converter is None:
         return RankWeight(group, ((sources[0][0], Slice(sources[0][1], intervals[group.target])),), intervals, slice_after=False)

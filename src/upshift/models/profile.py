@@ -277,7 +277,9 @@ class Isolation(Value):
         description="behind a text. unmasked: it changes nothing; masked: a mask must say where it is; none: it changes results",
     )
     padding_reason: str = Field("", description="what was seen of padding that changes results")
-    left_padding: str = Field("", description="why texts must not be padded on the left, as generation does; empty: they may be")
+    left_padding: str = Field(
+        "it was not tested", description="why texts must not be padded on the left, as generation does; empty: they may be"
+    )
     by_token: str = Field("", description="why a text must not be generated token by token, with a cache; empty: it may be")
     shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")

@@ -25,6 +25,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 
 FORMAT = "23"  # raise when the meaning of a stored profile changes
+ISOLATION_FORMAT = "2"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)
@@ -48,7 +49,8 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
 
         return test_source(source, states=states)
 
-    return load_or_compute("isolation", (source.model_hash, versions_of(source), states), Isolation, compute)
+    identity = (source.model_hash, versions_of(source), states, ISOLATION_FORMAT)
+    return load_or_compute("isolation", identity, Isolation, compute)
 
 
 def check_token_ids(source: ModelSource, isolation: Isolation) -> None:

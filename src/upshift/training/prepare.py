@@ -29,6 +29,7 @@ from upshift.internals.transformers_names import ATTENTION, PACKED_ROWS
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
+from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
 from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.adapter import base_of, complete_model, name_base
@@ -40,7 +41,6 @@ from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
@@ -156,9 +156,6 @@ def offload_activations(model: nn.Module) -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-CONVERTED_FOLDER = "offload"  # the cache's folder for weights whose dtype differs from that of the files
-
-
 def load_offloaded(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -170,7 +167,7 @@ def load_offloaded(
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    options = PlacementOptions(make_device_map(empty, plan), None, read_settings().cache_dir / CONVERTED_FOLDER)
+    options = PlacementOptions(make_device_map(empty, plan), None, converted_folder())
     return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, placement_options=options)
 
 

@@ -19,17 +19,19 @@ from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
 from upshift.inference.encoding import contest as contest_module
-from upshift.inference.encoding.engines.base import batch_by_length, pad_batches
+from upshift.inference.encoding.engines import openvino_engine
+from upshift.inference.encoding.engines.base import EncoderBuild, batch_by_length, pad_batches
+from upshift.inference.encoding.engines.openvino_engine import OpenVinoEngine
 from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
-from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
+from upshift.inference.encoding.run import TokenScores, example_batches, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import EarlyStopping
 from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
 from upshift.inference.race.types import Contest, Limits, Quality, RaceRequest, Run, pick_evenly_from_stream, read_quality
 from upshift.inference.registry import EngineName, EngineSetup, Precision
-from upshift.inference.resumable_output import count_lines, read_blocks
+from upshift.inference.resumable_output import UnfinishedLines, count_lines, read_blocks
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -186,6 +188,87 @@ def test_rows_go_on_where_they_stopped(tmp_path: Path) -> None:
     again.finish()
     assert np.load(output)[:, 0].tolist() == [1, 1, 2, 2, 2]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.npy"]
+
+
+def test_a_calibration_serves_texts_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first texts ever seen, such as one word, are not those that all later texts are rounded by."""
+    made: list[str] = []
+
+    def make(path: Path, *_: object) -> None:
+        made.append(path.stem)
+        raise InterruptedError
+
+    monkeypatch.setattr(openvino_engine, "make_model_file", make)
+    setup = EngineSetup(engine="openvino", precision="int8", threads=1, batch=1)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+
+    def file_of(lengths: list[int], precision: Precision = "int8") -> str:
+        examples = example_batches([[1] * length for length in lengths], pad=0)
+        with pytest.raises(InterruptedError):
+            OpenVinoEngine(EncoderBuild(source, EMBEDDINGS, setup.changed(precision=precision), tmp_path, examples))
+        return made.pop()
+
+    few = file_of([4])
+    assert few == file_of([3]) != file_of([4] * 100) != file_of([400] * 100)
+    assert file_of([4] * 100) == file_of([4] * 128) == file_of([3] * 1000)  # no more than so many are calibrated on
+    assert len({file_of(lengths, "int8-weights") for lengths in ([4], [4] * 100, [400])}) == 1
+    assert len({few, file_of([4], "int8-weights"), file_of([4], "fp32")}) == 3
+
+
+LINES = [{"text": f"answer {number}"} for number in range(4)]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a line", "half a line", "all lines", "blocks of zeros"])
+def test_lines_that_a_power_cut_took_are_written_again(tmp_path: Path, lost: str) -> None:
+    output = tmp_path / "answers.jsonl"
+    first = UnfinishedLines(output, 4, "a setup")
+    first.add(LINES[:2])
+    first.add(LINES[2:3])
+    first.close()
+    content = first.partial.read_bytes()
+    ends = {"nothing": 0, "a line": 21, "half a line": 7, "all lines": 62, "blocks of zeros": 21}
+    remaining = content[: len(content) - ends[lost]]
+    first.partial.write_bytes(remaining + bytes(21) if lost == "blocks of zeros" else remaining)
+    again = UnfinishedLines(output, 4, "a setup")
+    assert again.done == remaining.count(b"\n")
+    again.add(LINES[again.done :])
+    again.finish()
+    assert [json.loads(line) for line in output.read_text().splitlines()] == LINES
+
+
+def test_lines_are_on_the_disk_before_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, int]] = []
+    output = UnfinishedLines(tmp_path / "answers.jsonl", 4, "a setup")
+    write_record, sync = output.record, os.fsync
+
+    def record(rows: int) -> None:
+        events.append(("record", rows))
+        write_record(rows)
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        assert os.path.samestat(os.fstat(descriptor), output.partial.stat())
+        events.append(("sync", output.partial.read_bytes().count(b"\n")))
+
+    monkeypatch.setattr(output, "record", record)
+    monkeypatch.setattr(os, "fsync", fsync)
+    output.add(LINES[:2])
+    output.add(LINES[2:])
+    output.finish()
+    assert events == [("sync", 2), ("record", 2), ("sync", 4), ("record", 4)]
+
+
+@pytest.mark.parametrize("file", ["rows.npy.progress.json", "rows.npy.partial"])
+def test_an_unfinished_output_that_is_damaged_is_named_with_what_to_remove(tmp_path: Path, file: str) -> None:
+    first = Rows(tmp_path / "rows.npy", 5, "a setup")
+    first.add(np.ones((2, 3), dtype=np.float32))
+    first.close()
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:-8])
+    with pytest.raises(RequestError, match=f"{file}.*remove it.*the output begins anew"):
+        Rows(tmp_path / "rows.npy", 5, "a setup")
+    for path in tmp_path.glob("rows.npy.p*"):
+        path.unlink()
+    Rows(tmp_path / "rows.npy", 5, "a setup").close()
 
 
 def test_rows_of_another_setup_are_not_gone_on_with(tmp_path: Path) -> None:

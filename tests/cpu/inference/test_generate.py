@@ -39,6 +39,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.probe_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
+from upshift.inference import quantize as quantize_module
 from upshift.inference import registry
 from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.batching import decode
@@ -296,7 +297,46 @@ def test_what_transformers_cannot_load_again_is_not_written(tmp_path: Path) -> N
     source = find_weights(save(tmp_path / "model", SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM))
     with pytest.raises(RequestError, match="final_logits_bias; use --engine openvino, or --bits 4"):
         quantize(source, rounding_of(source, WORDS), tmp_path / "small", bits=8, engine="torch")
-    assert not (tmp_path / "small").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_converted_file_that_is_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may leave such a file. It would stop every later run of the model."""
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    model = save(tmp_path / "model", LlamaConfig(**{**SMALL, "num_hidden_layers": 1}, intermediate_size=64))
+    expected = decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]])
+    folder = engine_folder("generate", find_weights(model), "openvino")
+    whole = {path: path.read_bytes() for path in folder.glob("*.xml")}
+    assert {path.name for path in whole} == {"fp32.xml", "int8.xml"}
+    for path, content in whole.items():
+        path.write_bytes(content[: len(content) // 2])
+    assert np.array_equal(decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]]), expected)
+    modified = {path: path.stat().st_mtime_ns for path in whole}
+    (folder / "int8.xml").write_bytes(b"")
+    assert np.array_equal(decoder_of(model, "openvino", "int8-weights").admit([[1, 2, 3]]), expected)
+    assert (folder / "fp32.xml").stat().st_mtime_ns == modified[folder / "fp32.xml"]  # a whole file is kept
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_an_interrupted_quantize_leaves_nothing(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither beside the output nor in the cache, where the OpenVINO files are made."""
+    source = find_weights(save(tmp_path / "model", LlamaConfig(**SMALL, intermediate_size=64)))
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    rounding = rounding_of(source, WORDS)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def write(path: Path, *_: object) -> None:
+        path.with_suffix(".bin").touch()
+        interrupt()
+
+    monkeypatch.setattr(quantize_module, "make_model_file", write)
+    monkeypatch.setattr("upshift.loading.load.load_source", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, rounding, tmp_path / "small", bits=8, engine=engine)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model", "cache"}
+    assert not [path for path in (tmp_path / "cache").rglob("*-written.*") if path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize(("engine", "bits"), [("openvino", 8), ("openvino", 4), ("torch", 4)])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,27 @@ from transformers import (
 )
 
 import upshift
+from upshift.cli import generate as generate_command
+from upshift.cli import generate_xla
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware import detect
+from upshift.hardware.spec import Measured, Rates
 from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.options import GenerationOptions, read_options
-from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, prompt_vocabulary, read_prompts
+from upshift.inference.generation.prompts import (
+    BLOCK_PROMPTS,
+    Prompts,
+    check_files,
+    prompt_record,
+    prompt_vocabulary,
+    read_prompts,
+)
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.inference.race.types import Contest
+from upshift.inference.race.race import Race
+from upshift.inference.race.types import Contest, Run
+from upshift.inference.registry import EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import find_weights, needed_memory, weights_size
 from upshift.models.generation_config import read_defaults
@@ -181,6 +195,27 @@ def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: 
         (tmp_path / name).write_bytes(file.read_bytes())
     one, other = find_weights(model), find_weights(str(tmp_path))
     assert weights_size(one) == weights_size(other) and needed_memory(one, "fp32") == needed_memory(other, "fp32")
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("command", ["generate", "encode", "quantize"])
+def test_weights_in_a_pickle_are_refused_with_the_command_that_writes_them(
+    model: str, tmp_path: Path, upshift: Command, pickle: str, command: str
+) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    shutil.copy(Path(model) / "config.json", folder)
+    (folder / pickle).write_bytes(b"a pickle")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one\ntwo\n")
+    options = {
+        "generate": ("--prompt", "a"),
+        "encode": ("--input", texts, "--output", tmp_path / "rows.npy"),
+        "quantize": ("--texts", texts, "--output", tmp_path / "small", "--bits", 8),
+    }
+    answer = upshift(command, folder, *options[command])
+    assert answer.code == 2
+    assert f"has its weights in {pickle}, a pickle" in answer.err and f"upshift shard {folder} --output DIR" in answer.err
 
 
 def test_two_streams_of_one_generator(generator: upshift.Generator) -> None:
@@ -456,6 +491,53 @@ def test_a_long_prompt_at_the_end_of_a_file_is_known_before_the_race(tmp_path: P
     prompts.write_text("\n".join(texts))
     refused = upshift(*command, "--overwrite", "--engine", "openvino")
     assert refused.code == 2 and "a prompt has more than 24 tokens, where the factors of longrope change" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("last", "message"), [("a" * 300, "prompt 514 has 300 tokens"), ("", "prompt 514 is empty; write what the text begins with")]
+)
+def test_every_prompt_of_a_file_is_checked_before_anything_starts(
+    model: str, tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch, last: str, message: str
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("something started")
+
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("short\n" * BLOCK_PROMPTS + "short\n" + last + "\n")
+    monkeypatch.setattr(generator_module, "race", start)
+    refused = upshift("generate", model, "--prompts", prompts, "--output", output, "--max-new-tokens", 4)
+    assert refused.code == 2 and message in refused.err
+
+    class XlaGenerator:
+        generate_each = start
+
+        def check(self, prompts: list[list[int]], options: Any, *, first: int) -> None:
+            if any(len(prompt) > 256 for prompt in prompts):
+                raise RequestError(f"prompt {first + len(prompts)} has 300 tokens")
+
+    texts = Prompts(find_weights(model))
+    with pytest.raises(RequestError, match=message):
+        generate_xla._write_answers(XlaGenerator(), texts, prompts, output, GenerationOptions())
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", "take 10.0 ms at the 10.0 GB/s"), ("cuda", "take 0.1 ms at the 1000.0 GB/s")]
+)
+def test_a_step_is_compared_with_the_memory_that_holds_the_weights(
+    device: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Measured(
+        torch_version="2", transformers_version=None, num_threads=1, cpu=Rates(fp32=1e9, memory_bytes_per_second=1e10),
+        gpu=Rates(fp32=1e9, memory_bytes_per_second=1e12), dispatch_seconds=0.0, first_touch_seconds_per_byte=None,
+        base_resident_bytes=None, compiler=None, probe_seconds=0.0,
+    )  # fmt: skip
+    monkeypatch.setattr("upshift.hardware.probe_cache.measure", lambda host: host.changed(measured=measured))
+    setup = EngineSetup(engine="torch", precision="fp32", device=device, threads=1, batch=1)
+    race = Race(runs=(Run(setup=setup, weight_bytes=10**8, step_seconds=0.02),), chosen=setup, file=None)
+    generate_command._print_bandwidth_share(SimpleNamespace(race=race, host=detect()))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert said in printed and ("the GPU's memory gives here" in printed) is (device == "cuda")
 
 
 def test_what_a_file_asks_for_and_is_not_done_is_refused(tmp_path: Path, upshift: Command) -> None:

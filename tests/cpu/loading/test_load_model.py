@@ -287,10 +287,20 @@ def test_what_is_stored_quantized_is_loaded_by_transformers(folders, tmp_path):
         load_model(str(tmp_path), quantize="int8")
 
 
-def test_progress_is_in_bytes_and_ends_with_all_of_them(folders):
+@pytest.mark.parametrize("kind", ["files", "placed", "quantized now", "stored quantized"])
+def test_progress_is_in_bytes_and_ends_with_all_of_them(kind, folders, tmp_path):
     seen: list[tuple[int, int]] = []
-    load_model(str(folders("mixtral")), dtype="bfloat16", progress=lambda done, total: seen.append((done, total)))
-    total = sum(file.stat().st_size for file in folders("mixtral").glob("*.safetensors"))
+    folder, options = folders("mixtral"), {"dtype": "bfloat16"}
+    if kind == "placed":
+        options = {"device_map": "auto"}
+    if "quantized" in kind:
+        pytest.importorskip("torchao")
+        folder, options = folders("llama"), {"quantize": "int8"}
+    if kind == "stored quantized":
+        load_model(str(folder), quantize="int8").save_pretrained(tmp_path)
+        folder, options = tmp_path, {}
+    load_model(str(folder), **options, progress=lambda done, total: seen.append((done, total)))
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] <= total < 1.3 * seen[-1][1]
 
 

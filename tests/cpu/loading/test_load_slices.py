@@ -121,6 +121,25 @@ def test_all_three_at_once(fillings):
             assert torch.equal(together(tensor_ranks, how and how[0], packed=bool(how and how[1])), whole[weight]), weight
 
 
+def test_every_weight_of_the_files_is_on_some_rank(tmp_path):
+    """Also weights without dimensions: BatchNorm counts its batches in one, and CLIP scales its logits by one."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    model = transformers.ResNetForImageClassification(config)
+    model.save_pretrained(tmp_path)
+    checkpoint = find_checkpoint(tmp_path)
+    empty = build_empty(type(model), config, torch.float32)
+    filling = Filling(empty, checkpoint.tensors, map_names(empty, checkpoint.tensors), dtype=torch.float32)
+    scalars = {name for name, tensor in model.state_dict().items() if not tensor.ndim}
+    targets = {name for group in filling.names.groups for name in filling.filled_shapes(group)}
+    assert scalars and scalars <= targets
+    for kind in ("shard", "stage", "tensor"):
+        whole_rank = dict(read_slices(filling, rank_slices(filling, Rank(**{kind: Share(0, 1)}))))
+        assert whole_rank.keys() == targets
+    found = [dict(read_slices(filling, rank_slices(filling, Rank(shard=Share(number, 2))))) for number in range(2)]
+    assert found[0].keys() == found[1].keys() == targets
+    assert all(torch.equal(one[name], model.state_dict()[name]) for one in found for name in scalars)
+
+
 def test_byte_ranges_are_where_the_slice_lies(fillings):
     filling, _ = fillings("llama")
     readings = list(rank_slices(filling, Rank(tensor=Share(1, 4))))

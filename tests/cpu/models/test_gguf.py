@@ -104,7 +104,10 @@ def same(one: PreTrainedModel, other: PreTrainedModel) -> None:
 def test_every_tensor_is_that_of_transformers(architecture: str, tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", architecture)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
-    same(load_model(str(tmp_path / "m.gguf")), theirs)
+    seen: list[tuple[int, int]] = []
+    same(load_model(str(tmp_path / "m.gguf"), progress=lambda done, total: seen.append((done, total))), theirs)
+    total = sum(tensor.n_bytes for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors)
+    assert len(seen) > LAYERS and seen == sorted(seen) and seen[-1] == (total, total)
 
 
 @pytest.mark.parametrize("form", [Form.F16, Form.BF16, Form.Q8_0, Form.Q4_0, Form.Q5_1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -84,7 +85,17 @@ class Rows:
     def __init__(self, output: Path, total: int, identity: str) -> None:
         self._file = UnfinishedOutput(output, total, identity)
         self.done = self._file.recorded()
-        self._rows: Any = np.lib.format.open_memmap(self._file.partial, mode="r+") if self.done else None
+        self._rows: Any = self._map_rows() if self.done else None
+
+    def _map_rows(self) -> Any:
+        """Return the rows of an earlier run. Raise RequestError if their file is cut short."""
+        try:
+            np.lib.format.open_memmap(self._file.partial, mode="r")  # "r+" would fill a file that is cut short with zeros
+            return np.lib.format.open_memmap(self._file.partial, mode="r+")
+        except ValueError as error:
+            partial = self._file.partial
+            self._file.close()
+            raise RequestError(f"{partial} is damaged ({error}); remove it, and the output begins anew") from None
 
     def add(self, rows: np.ndarray) -> None:
         """Write the next rows [N, H]."""
@@ -106,9 +117,19 @@ class Rows:
         complete_file = self._file.partial
         if self._file.output.suffix == ".parquet":
             complete_file = complete_file.with_name(f"{self._file.output.name}.writing")
-            with self._file.writing():
+            with self._file.writing(), _removed_on_failure(complete_file):
                 _write_parquet(self._rows, complete_file)
         self._file.finish(complete_file)
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Remove a file that could not be written completely, which may fill the disk."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _reserve(path: Path, start: int) -> None:
@@ -172,7 +193,7 @@ class TokenRows:
             self._lines.finish()
             return
         complete_file = partial.with_name(f"{output.name}.writing")
-        with self._lines.writing(), partial.open("rb") as lines:
+        with self._lines.writing(), partial.open("rb") as lines, _removed_on_failure(complete_file):
             _write_token_parquet(read_blocks(lines, size=self.block), complete_file)
         self._lines.finish(complete_file)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  import once for all engines
+from pydantic import Field
 
 from upshift.errors import JobFailed
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
@@ -36,12 +37,15 @@ class GenerationTask(Value):
     serves all similar requests."""
 
     new_tokens: int
+    pads: bool = Field(True, description="prompts of different lengths may share a batch; false: each prompt runs alone")
 
     @classmethod
-    def from_options(cls, options: GenerationOptions, max_new_tokens: int | None = None) -> Self:
+    def from_options(cls, options: GenerationOptions, max_new_tokens: int | None = None, *, pads: bool = True) -> Self:
         """Return the task with the nearest power of two. If it is above ``max_new_tokens``, return the one below it."""
         power = 2 ** round(log2(options.new_tokens))
-        return cls(new_tokens=power if max_new_tokens is None or power <= max_new_tokens else power // 2)
+        if max_new_tokens is not None and power > max_new_tokens:
+            power //= 2
+        return cls(new_tokens=power, pads=pads)
 
 
 class Pass(NamedTuple):
@@ -68,17 +72,18 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     largest = setup.changed(batch=max(contest.batches))  # an engine that compiles does so for several rows too
     decoder: Decoder = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, largest, folder))
     load_seconds = time.perf_counter() - start
-    if request.reference.is_file():
-        expected = np.load(request.reference)
-        first_pass = _follow(decoder, sample, expected.argmax(2), followed_tokens)
-    else:
-        first_pass = _follow(decoder, sample, None, followed_tokens)
-        expected = first_pass.logits
+    sample_rows = len(sample) if task.pads else 1
+    expected = np.load(request.reference) if request.reference.is_file() else None
+    first_passes = _follow_sample(decoder, sample, expected, followed_tokens, rows=sample_rows)
+    logits = np.concatenate([one_pass.logits for one_pass in first_passes], axis=1)
+    if expected is None:
+        expected = logits
         np.save(request.reference, expected)
     base = Run(setup=setup, load_seconds=load_seconds, weight_bytes=decoder.weight_bytes)
-    base = _with_agreement(base, first_pass.logits, expected)
-    first_run = _with_times(base.changed(setup=setup.changed(batch=len(sample))), [first_pass], task.new_tokens)
-    cpu_share = first_pass.cpu_seconds / (first_pass.seconds * setup.threads)
+    base = _with_agreement(base, logits, expected)
+    first_run = _with_times(base.changed(setup=setup.changed(batch=sample_rows)), first_passes, task.new_tokens)
+    first_seconds = sum(one_pass.seconds for one_pass in first_passes)
+    cpu_share = sum(one_pass.cpu_seconds for one_pass in first_passes) / (first_seconds * setup.threads)
     stopped = early_stopping.stop(first_run, cpu_share)
     if stopped is not None:
         return [first_run.changed(stopped=stopped)]
@@ -88,9 +93,9 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
             return [*runs[:-1], runs[-1].changed(stopped="time")]
         indices = list(islice(cycle(range(len(sample))), rows))
         # Larger batches decide the race, so one pass of this batch is enough: it has shown whether the setup is too slow.
-        is_one_pass_enough = (rows < contest.batches[-1] and not request.limited) or first_pass.seconds > ENOUGH_SECONDS
-        is_reused = rows == len(sample) and is_one_pass_enough and cpu_share >= MIN_CPU_SHARE
-        passes = [first_pass]
+        is_one_pass_enough = (rows < contest.batches[-1] and not request.limited) or first_seconds > ENOUGH_SECONDS
+        is_reused = rows == sample_rows and is_one_pass_enough and cpu_share >= MIN_CPU_SHARE
+        passes = first_passes
         if not is_reused:
             passes = _time_passes(decoder, [sample[index] for index in indices], expected.argmax(2)[:, indices])
         runs.append(_with_times(base.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
@@ -107,6 +112,20 @@ def _with_agreement(run: Run, logits: np.ndarray, expected: np.ndarray) -> Run:
         median_cosine=float(np.median(cosine)),
         same_tokens=float((logits.argmax(2) == expected.argmax(2)).mean()),
     )
+
+
+def _follow_sample(
+    decoder: Decoder, sample: list[list[int]], expected: np.ndarray | None, count: int, *, rows: int
+) -> list[Pass]:
+    """Run the sample once, ``rows`` prompts at a time. Return the pass of each batch.
+
+    ``expected`` are the logits [count, N, V] whose likeliest tokens are followed. None: generate the likeliest tokens."""
+    tokens = None if expected is None else expected.argmax(2)
+    starts = range(0, len(sample), rows)
+    return [
+        _follow(decoder, sample[start : start + rows], None if tokens is None else tokens[:, start : start + rows], count)
+        for start in starts
+    ]
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:

@@ -13,9 +13,11 @@ from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import (
     available_memory,
     cache_bytes,
+    check_max_memory,
     check_weights,
     generation_task,
     is_too_large,
+    pads_safely,
     pass_bytes,
     plan_offload,
 )
@@ -33,7 +35,7 @@ from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import read_defaults, start_token
-from upshift.models.profile_cache import isolation_of, positions_of
+from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import check_border
 from upshift.units import format_bytes
 
@@ -66,8 +68,8 @@ class Generator:
         max_ttft_ms: longest time until the first tokens of prompts that are admitted together.
         max_tpot_ms: longest mean time of one more token of each sequence.
         chat: read a text as the message of a user, by the model's chat template.
-        max_memory: memory limits by device, such as {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that
-            is larger runs in transformers in its stored precision, partly from the disk.
+        max_memory: the memory limit of a CPU: {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that is
+            larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race.
         on_run: called after each run of the race.
 
@@ -96,6 +98,7 @@ class Generator:
         self.task = generation_task(self.source)
         check_weights(self.source)
         self.host = computing_host(stored_for(self.source))
+        check_max_memory(self.source, self.host, max_memory)
         self._engine = check_requested_engine(self.task, self.source, engine, self.host)
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
@@ -194,7 +197,7 @@ class Generator:
         sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
         sample = pick_evenly(self._larger_side(ids), max(sample_size, 1))
         positions_left = [left for prompt in ids if (left := self.positions_left(prompt)) is not None]
-        task = GenerationTask.from_options(options, min(positions_left, default=None))
+        task = GenerationTask.from_options(options, min(positions_left, default=None), pads=self._pads_safely)
         contest = Contest(
             task=self.task,
             source=self.source,
@@ -229,8 +232,8 @@ class Generator:
         """Return the batches to race.
 
         Under a limit they include every power of two that fits into memory, because more rows make each sequence wait
-        longer. If padding before a prompt changes the text after it, there is only the batch 1."""
-        if isolation_of(self.source).left_padding:
+        longer. If prompts must not share a batch, there is only the batch 1."""
+        if not self._pads_safely:
             return (1,)
         batches = {sample_size, max_rows}
         if self.limits:
@@ -238,9 +241,11 @@ class Generator:
         return tuple(sorted(batches))
 
     def _max_rows(self, ids: list[list[int]], options: GenerationOptions) -> int:
-        """Return the number of sequences whose cache fits beside the model.
+        """Return the number of sequences whose cache fits beside the model, or 1 if prompts must not share a batch.
 
         If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
+        if not self._pads_safely:
+            return 1
         cache_tokens = self.cache_tokens()
         sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
         rows = MAX_ROWS
@@ -271,13 +276,11 @@ class Generator:
         others = [prompt for prompt in ids if not self._is_beyond(prompt)]
         return max(others, beyond, key=len)
 
-    def read_beyond(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
-        """Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt.
+    def check_prompts(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
+        """Read all prompts, block by block. Raise RequestError with the number of the first one that ``read`` refuses.
 
-        Only one engine computes such a prompt, so the race must know of it. Without a border no prompt is read. Raise
-        RequestError for a prompt that ``read`` refuses."""
-        if self._border is None or self.start is not None:
-            return []
+        Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt:
+        only one engine computes it, so the race must know of it."""
         first = 0
         longest: list[int] = []
         for block in read_blocks(iter(prompts), size=BLOCK_PROMPTS):
@@ -291,6 +294,11 @@ class Generator:
         if free_bytes is None or self._token_bytes is None:
             return None
         return int(CACHE_SHARE * free_bytes / self._token_bytes)
+
+    @cached_property
+    def _pads_safely(self) -> bool:
+        """Return whether prompts of different lengths may share a batch."""
+        return pads_safely(self.source, self.task)
 
     @cached_property
     def _token_bytes(self) -> int | None:

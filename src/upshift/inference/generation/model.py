@@ -14,8 +14,9 @@ from upshift.inference.registry import Device, EngineSetup, Precision, Task
 from upshift.inference.weights import free_memory, needed_memory, stored_for, weights_size
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
+from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.placement.apply import PlacementOptions
-from upshift.loading.placement.memory_limits import USABLE_SHARE, read_device, read_size
+from upshift.loading.placement.memory_limits import USABLE_SHARE, memory_limits
 from upshift.models.build import find_architecture, is_causal_class
 from upshift.models.config import heads_of, window_of
 from upshift.models.profile_cache import isolation_of
@@ -61,6 +62,14 @@ def generation_task(source: ModelSource) -> Task:
             "use transformers' generate(), or a model that reads from left to right"
         )
     return "generate"
+
+
+def pads_safely(source: ModelSource, task: Task) -> bool:
+    """Return whether prompts of different lengths may share a batch.
+
+    The prompts of a causal language model are padded on the left, so the model's isolation test must have shown that this changes
+    nothing. Encoder-decoders are padded on the right of the encoder's texts, under a mask."""
+    return task == "seq2seq" or not isolation_of(source).left_padding
 
 
 def check_weights(source: ModelSource) -> None:
@@ -114,10 +123,8 @@ def load_model(
     from upshift.loading.load import load_source
 
     generation_task(source)
-    if where is not None:
-        return load_source(source, placement_options=where)
-    model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"))  # the annotation of ``to`` has no device
-    return model.to(device)
+    model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"), placement_options=where)
+    return model if where is not None else model.to(device)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:
@@ -149,13 +156,27 @@ MAX_UNMEASURED_QUALITY = 0.99  # highest bound for 16 bits if fp32 does not fit 
 STORED_PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
+def check_max_memory(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> None:
+    """Raise RequestError for limits that would limit nothing here, and NothingFits if the model cannot keep its limit."""
+    if max_memory is None:
+        return
+    limits = memory_limits(host, max_memory)
+    if host.gpu is not None:
+        raise RequestError(
+            f"--max-memory (max_memory) limits a model that runs on the CPU, and {source.reference!r} runs on {host.gpu.name} "
+            "here, as a whole; leave it out, hide the GPU (CUDA_VISIBLE_DEVICES=), or divide the model in Python: "
+            'upshift.load_model(..., device_map="auto", max_memory=...)'
+        )
+    if stored_for(source) is not None and needed_memory(source, "fp32") > limits["cpu"]:
+        raise NothingFits(
+            f"the weights of {source.reference!r} are quantized and are loaded whole, which takes "
+            f"{format_bytes(needed_memory(source, 'fp32'))}, and --max-memory gives {format_bytes(limits['cpu'])}; give more"
+        )
+
+
 def available_memory(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | None:
-    """Return the bytes of memory for the model and its work: the user's limit, or what is free. None: unknown."""
-    if max_memory is not None:
-        limits = {read_device(device, host): read_size(size) for device, size in max_memory.items()}
-        if "cpu" in limits:
-            return limits["cpu"]
-    return free_memory(host)
+    """Return the bytes of memory for the model and its work: the user's limit of the CPU, or what is free. None: unknown."""
+    return free_memory(host) if max_memory is None else memory_limits(host, max_memory)["cpu"]
 
 
 def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> bool:
@@ -173,10 +194,13 @@ def plan_offload(
     """Return the setup that runs partly from the disk, the placement of its weights, and the reason for the user.
 
     Raise NothingFits if not even one layer fits into memory, or if the stored precision may miss the quality."""
+    from upshift.inference.torch_settings import DTYPES
+
     assert source.directory is not None
     tensors = find_checkpoint(source.directory).tensors.values()
     stored_precisions = {STORED_PRECISIONS.get(tensor.dtype) for tensor in tensors} - {None}
-    precision = next((name for name in ("fp16", "bf16", "fp32") if name in stored_precisions), "fp32")
+    narrowest_first: tuple[Precision, ...] = ("fp16", "bf16", "fp32")
+    precision: Precision = next((name for name in narrowest_first if name in stored_precisions), "fp32")
     free_bytes = available_memory(host, max_memory)
     shown_free = format_bytes(free_bytes or 0)
     if precision != "fp32" and (quality == "exact" or quality > MAX_UNMEASURED_QUALITY):
@@ -185,8 +209,8 @@ def plan_offload(
             f"the disk, and how near that is was not measured: allow it with --quality {MAX_UNMEASURED_QUALITY}, or free memory"
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free_bytes) if free_bytes is not None else 0}
-    where = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
-    placement = place_source(source, placement_options=where)
+    where = PlacementOptions("auto", limits, converted_folder(), batch=rows, sequence_length=tokens)
+    placement = place_source(source, dtype=DTYPES[precision], placement_options=where)
     rate = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
     reason = (
         f"no race: transformers in fp32 takes {format_bytes(needed_memory(source, 'fp32'))}, and {shown_free} is there for it. "

@@ -10,7 +10,7 @@ from typing import Any
 
 from upshift.inference.generation.contest import GenerationTask, run_setup
 from upshift.inference.generation.engines.openvino_export import export, int4_weights
-from upshift.inference.generation.model import generation_task, load_model
+from upshift.inference.generation.model import generation_task, load_model, pads_safely
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.openvino_runtime import int8_weights
 from upshift.inference.quantize import HELD_OUT, Bits, ModelFile, Rounding
@@ -24,6 +24,7 @@ COMPARED_TOKENS = 16
 def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     """Return the inputs of quantization for a model that generates."""
     task = generation_task(source)
+    pads = pads_safely(source, task)
     files: tuple[ModelFile, ...] = (ModelFile(OPENVINO_FILE, partial(export, source), _quantize),)
     if task != "generate":
         files = _encoder_and_decoder(source)
@@ -31,9 +32,9 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
         task=task,
         ids=Prompts(source).tokenizer(texts).input_ids,
         held_out_tokens=HELD_OUT_TOKENS,
-        task_options=GenerationTask(new_tokens=COMPARED_TOKENS).to_json(),
+        task_options=GenerationTask(new_tokens=COMPARED_TOKENS, pads=pads).to_json(),
         pad=0,
-        batch=HELD_OUT,
+        batch=HELD_OUT if pads else 1,
         run_setup=run_setup,
         model_class=None,
         files=files,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from upshift.disk_full import DISK_FULL_PHRASES, disk_full_message
 from upshift.inference.race.types import Quality, RaceRequest, RaceResult, Run, Skipped, Stopped
 from upshift.inference.registry import EngineSetup, Precision
 
@@ -28,6 +30,20 @@ FOUR_BITS: tuple[Precision, ...] = ("int4", "int4-weights")
 # The loss of cosine with 4 bits is at least this times the loss with 8 bits: the steps are 16 times as wide. Measured: 67 and 73
 # (docs/log.md).
 FOUR_BIT_LOSS_RATIO = 16.0
+
+PASSING_PHRASES = (  # of libraries in C++ and Python whose memory is full, and of full disks
+    "out of memory",
+    "outofmemory",
+    "memoryerror",
+    "bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",
+    "can't allocate memory",
+    "failed to allocate",
+    "alloc_failed",
+    *DISK_FULL_PHRASES,
+)
+PASSING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGBUS)  # the system has no memory; no room for a mapped file
 
 
 class EarlyStopping:
@@ -63,6 +79,11 @@ class EarlyStopping:
         if is_comparable and is_dominated(run, other_runs, self._request.quality):
             return "behind"
         return "time" if self.is_late else None
+
+
+def may_pass(failure: str) -> bool:
+    """Return whether the text of a failure says that a disk or a memory was full, so that the setup may run later."""
+    return any(phrase in failure.lower() for phrase in PASSING_PHRASES)
 
 
 def is_dominated(run: Run, others: Iterable[Run], quality: Quality) -> bool:
@@ -108,7 +129,8 @@ def serve_race(
             runs = run_setup(request, setup, early_stopping)
         except Exception as error:  # of any library: the user is told why this setup did not run
             message = " ".join(str(error).split())[:400]
-            runs = [Run(setup=setup, failure=f"{type(error).__name__}: {message}")]
+            failure = f"{type(error).__name__}: {message}"
+            runs = [Run(setup=setup, failure=failure, passing=may_pass(failure) or disk_full_message(error) is not None)]
         early_stopping.add(runs)
         answer(RaceResult(runs=tuple(runs)))
         gc.collect()  # free the engine before the next one is loaded

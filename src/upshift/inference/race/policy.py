@@ -82,7 +82,10 @@ class RacePolicy:
     def is_final(self, runs: Sequence[Run], skipped: Sequence[Skipped], time_budget: float) -> bool:
         """Return whether no skipped or stopped setup of an earlier race could win under these bounds.
 
-        The bounds of that race may have been others. ``time_budget`` is the time that it had, in seconds."""
+        The bounds of that race may have been others. ``time_budget`` is the time that it had, in seconds. A setup whose failure
+        may pass could win."""
+        if any(run.passing for run in runs):
+            return False
         has_more_time = self.time_budget(runs) > LONGER_RATIO * time_budget
         rate = best_rate(runs, self.quality)
         skip_rules: dict[Reason, Callable[[Skipped], bool]] = {

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +24,7 @@ from upshift.disk_full import write_cache_file
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
+from upshift.inference.race.early_stopping import PASSING_SIGNALS, may_pass
 from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
 from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
@@ -41,6 +44,8 @@ LIBRARIES = (  # whose versions are part of a race's key
     "llama-cpp-python",
 )
 TIMEOUT_SECONDS = 300.0  # of one setup, with conversion and loading
+
+logger = logging.getLogger(__name__)
 
 
 class Race(Value):
@@ -153,10 +158,21 @@ def _recall(folder: Path, policy: RacePolicy) -> Race | None:
     """Return the result of the same race under this quality, or under another one if nothing that it skipped could win
     under this one. Return None without such a result."""
     for file in (folder / f"{policy.quality}.json", *sorted(folder.glob("*.json"))):
-        result = Race.from_file(file) if file.is_file() else None
+        result = _read_race(file) if file.is_file() else None
         if result and policy.is_final(result.runs, result.left_out, result.allowed):
             return result
     return None
+
+
+def _read_race(file: Path) -> Race | None:
+    """Return the result in a file. If it cannot be read, log a warning, remove the file and return None."""
+    try:
+        return Race.from_file(file)
+    except RequestError as error:  # another version wrote it, or it was cut short
+        logger.warning("racing again: %s", error)
+        with suppress(OSError):  # the folder may be read-only
+            file.unlink()
+        return None
 
 
 def _run_all(
@@ -247,9 +263,9 @@ def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     good = [run for run in requested if run.meets(policy.quality)]
     if not good:
         results = "; ".join(f"{run.setup.precision} {run.failure or run.format_agreement()}" for run in requested)
+        subject = "no setup" if policy.engine is None else f"no setup of --engine {policy.engine}"
         raise RequestError(
-            f"no setup of --engine {policy.engine} is within --quality {policy.quality} ({results}); allow less, or delete "
-            f"{race.file} to race again"
+            f"{subject} is within --quality {policy.quality} ({results}); allow less, or delete {race.file} to race again"
         )
     if not policy.limits:  # a finalist's other batches have the rates of the race, which are not comparable
         final_setups = {setup.label(): setup for setup in race.final}
@@ -291,7 +307,8 @@ def stream_runs(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skip
             failure = answer.last_words or f"its process ended with exit {answer.exit}, signal {answer.signal}"
             if answer.timed_out:
                 failure = f"took longer than {time_limit:.0f} s"
-            yield Run(setup=setup, failure=failure)
+            passing = answer.timed_out or answer.signal in PASSING_SIGNALS or may_pass(failure)
+            yield Run(setup=setup, failure=failure, passing=passing)
 
 
 def _race_folder(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:

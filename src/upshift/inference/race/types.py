@@ -86,6 +86,7 @@ class Run(Value):
 
     setup: EngineSetup
     failure: str | None = None
+    passing: bool = Field(False, description="the failure may pass: a full disk or memory, or a timeout; the setup races again")
     stopped: Stopped | None = Field(None, description="why the setup was not timed further, also not with larger batches")
     load_seconds: float | None = None
     seconds: Spread | None = None  # of the whole sample
@@ -166,9 +167,14 @@ class RaceResult(Value):
 
 
 def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row of ``left`` [N, D] with the same row of ``right``, [N]."""
-    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    cosine: np.ndarray = (left * right).sum(1) / np.maximum(norms, 1e-12)
+    """Return the cosine of each row of ``left`` [N, D] with the same row of ``right``, [N].
+
+    Two rows of zeros agree, so their cosine is 1. A row of zeros and another row have the cosine 0."""
+    left_norms = np.linalg.norm(left, axis=1)
+    right_norms = np.linalg.norm(right, axis=1)
+    products = (left * right).sum(1)
+    cosine: np.ndarray = products / np.where(left_norms == 0.0, 1.0, left_norms) / np.where(right_norms == 0.0, 1.0, right_norms)
+    cosine[(left_norms == 0.0) & (right_norms == 0.0)] = 1.0
     return cosine
 
 

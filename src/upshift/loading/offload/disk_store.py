@@ -24,7 +24,13 @@ from upshift.loading.files.tensors import DTYPE_NAMES, bytes_of, dtype_of
 from upshift.loading.fill import CPU, Filling
 from upshift.loading.key_mapping import Group
 from upshift.loading.placement.place import DISK, Placement
+from upshift.settings import read_settings
 from upshift.units import format_bytes
+
+
+def converted_folder() -> Path:
+    """Return the folder in the cache for weights whose dtype or layout differs from that of the model's files."""
+    return read_settings().cache_dir / "offload"
 
 
 def find_or_convert(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
@@ -97,7 +103,7 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
     if num_bytes > free:
         raise JobFailed(
             f"the weights that stay on the disk take {format_bytes(num_bytes)} converted, and {path.parent} has "
-            f"{format_bytes(free)} left; nothing was written: give an offload_folder on another disk"
+            f"{format_bytes(free)} left; nothing was written: give an offload_folder on another disk (UPSHIFT_CACHE to a command)"
         )
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -105,7 +111,8 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
         partial_file.replace(path)
     except OSError as error:
         raise JobFailed(
-            f"cannot write {path}: {error.strerror}; nothing of it was kept: free some room, or give another offload_folder"
+            f"cannot write {path}: {error.strerror}; nothing of it was kept: free some room, or give another offload_folder "
+            "(UPSHIFT_CACHE to a command)"
         ) from None
     finally:
         partial_file.unlink(missing_ok=True)

@@ -73,7 +73,7 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"
     by_token = ""
-    left = ""
+    left: str | None = None  # not tested
     shortest = 1
     with _isolated_randomness():
         for small_config in narrow_copies(config, model_class):
@@ -92,6 +92,8 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
                 reason = f"no small copy of the model runs: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    if left is None:
+        left = f"it was not tested: {reason}"
     return Isolation(reason=reason, by_token=by_token, left_padding=left, shortest=shortest)
 
 

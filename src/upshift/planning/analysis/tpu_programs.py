@@ -6,9 +6,11 @@ contains the stored numbers, or the command that gets them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from upshift.disk_full import write_cache_file
+from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.record import Record
@@ -58,6 +60,11 @@ def _path() -> Path:
 
 
 def _read(path: Path) -> list[Record]:
+    """Return the rows of the file. A row that another version wrote, or that was cut short, is skipped."""
     if not path.is_file():
         return []
-    return [Record.from_json(line, origin=str(path)) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for line in path.read_bytes().splitlines():
+        with suppress(RequestError):
+            rows.append(Record.from_json(line))
+    return rows

@@ -95,7 +95,11 @@ def remove_plan(path: Path, plan: Plan) -> None:
     """
     if not path.is_file():
         return
-    stored = StoredProof.from_file(path)
+    try:
+        stored = StoredProof.from_file(path)
+    except RequestError:
+        path.unlink()  # another version wrote it, or it was cut short
+        return
     remaining = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
     speeds = []
     for trial in remaining:

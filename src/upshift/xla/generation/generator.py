@@ -117,7 +117,7 @@ class XlaGenerator:
         """Yield the index of each prompt with its new tokens, group by group.
 
         ``first``: the index of the first of these prompts among all, which the random draws depend on."""
-        self._check(prompts, options, first)
+        self.check(prompts, options, first=first)
         rows = min(len(prompts), MAX_ROWS)
         for indices in self._separate([len(prompt) for prompt in prompts], options):
             group_options = self._options_for(len(prompts[indices[0]]), options)
@@ -187,8 +187,10 @@ class XlaGenerator:
 
         return run
 
-    def _check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration, first: int) -> None:
-        """Raise RequestError for a prompt that is empty, too long, or has tokens that the model does not have."""
+    def check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration, *, first: int = 0) -> None:
+        """Raise RequestError for a prompt that is empty, too long, or has tokens that the model does not have.
+
+        ``first``: the index of the first of these prompts among all, for the message."""
         for number, prompt in enumerate(prompts, start=first + 1):
             if not len(prompt):
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")

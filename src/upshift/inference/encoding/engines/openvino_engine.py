@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import cycle
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from upshift.inference.weights import OPENVINO_FILE
 # default of 0.95 MiniLM's worst text had a cosine of 0.976, with 0.65 0.987, and with 0.75 and four times the texts 0.995
 # (docs/log.md).
 SMOOTHING = 0.75
-FILES = {"int8-weights": "int8-weights", "int8": f"int8-smooth-{SMOOTHING}"}  # another value makes another file
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32", "stored": "f32"}
 INPUT_NAMES = ("ids", "mask")  # of models that are converted for a race
 MODEL_INPUTS: dict[str, Callable[[Batch], np.ndarray]] = {
@@ -39,7 +39,7 @@ class OpenVinoEngine:
             assert build.source.directory is not None
             path = build.source.directory / OPENVINO_FILE
         else:
-            path = build.folder / f"{FILES.get(build.setup.precision, 'fp32')}.xml"
+            path = build.folder / f"{_file_name(build)}.xml"
             make_model_file(path, partial(export, build), partial(_quantize, build))
         model = core().read_model(path)
         self.names = [port.any_name for port in model.inputs]
@@ -68,6 +68,20 @@ class OpenVinoEngine:
             return partial(_result, request)
 
         return run_in_order(batches, start_batch, concurrent=len(self.requests))
+
+
+def _file_name(build: EncoderBuild) -> str:
+    """Return the name of the model's file. Every choice that the conversion depends on is part of it.
+
+    A calibration serves as many texts of the same length, both rounded up to a power of two. More texts, or longer ones, get
+    their own. Other words do not: the race measures the quality on the user's texts, whatever the engine was calibrated on."""
+    if build.setup.precision == "int8-weights":
+        return "int8-weights"
+    if build.setup.precision != "int8":
+        return "fp32"
+    num_texts = 1 << (len(build.examples) - 1).bit_length()
+    num_tokens = 1 << (int(median(batch.ids.size for batch in build.examples)) - 1).bit_length()
+    return f"int8-smooth-{SMOOTHING}-{num_texts}x{num_tokens}"
 
 
 def _result(request: Any) -> np.ndarray:
