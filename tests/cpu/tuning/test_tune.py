@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ import optuna
 import psutil
 import pytest
 from headless import opened
+from optuna.pruners import NopPruner, ThresholdPruner
 from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
+from transformers.trainer_utils import HPSearchBackend
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.tuning.jobs import remove_trial
 from upshift.tuning.report import write_study_page
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
+from upshift.tuning.trainer_trial import skip_unread_evaluations
 from upshift.tuning.tune import TuneResult, tune
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -336,3 +340,40 @@ def test_searches_that_are_refused(tmp_path: Path) -> None:
     trainer._upshift_made_with[1]["data_collator"] = threading.Lock()
     with pytest.raises(RequestError, match="cannot go there"):
         trainer.hyperparameter_search(n_trials=1, backend="optuna")
+
+
+def evaluated_steps(folder: Path, *, steps: dict[str, Any], pruner: Any, values: dict[str, Any] | None = None) -> list[int]:
+    """Run one trial in this process, as its own process does. Return the steps at which Optuna got an evaluation."""
+    trainer = make_trainer(folder, [], **steps)
+    study = optuna.create_study(pruner=pruner)
+
+    def hp_space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2), **(values or {})}
+
+    trainer.hp_space = hp_space
+    trainer.compute_objective = lambda measured: measured["eval_loss"]
+    trainer.hp_name = None
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.objective = None
+    skip_unread_evaluations(trainer, study)
+    trial = study.ask()
+    with suppress(optuna.TrialPruned):
+        trainer.train(trial=trial)
+    return sorted(study.get_trials()[0].intermediate_values)
+
+
+def test_a_search_by_epochs_is_pruned_where_the_same_search_by_steps_is(tmp_path: Path) -> None:
+    """Also if the number of steps, or what reads evaluations, is one of the searched values."""
+    halving = make_pruner("halving", 9)
+    by_steps = {"max_steps": 12, "eval_steps": 1}
+    by_epochs = {"max_steps": -1, "num_train_epochs": 1.5, "eval_steps": 1}  # 32 rows in batches of 4: 12 steps
+    assert evaluated_steps(tmp_path / "a", steps=by_steps, pruner=halving) == [1, 3, 9, 12]
+    assert evaluated_steps(tmp_path / "b", steps=by_epochs, pruner=halving) == [1, 3, 9, 12]
+    searched_steps = {"max_steps": 12}
+    stale = {"max_steps": 2, "eval_steps": 1}
+    assert evaluated_steps(tmp_path / "c", steps=stale, pruner=halving, values=searched_steps) == [1, 3, 9, 12]
+    reads = {"max_steps": 4, "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    assert evaluated_steps(tmp_path / "d", steps=reads, pruner=NopPruner(), values=plateau) == [1, 2, 3, 4]
+    assert evaluated_steps(tmp_path / "e", steps=reads, pruner=NopPruner()) == [4]
+    assert evaluated_steps(tmp_path / "f", steps=by_epochs, pruner=ThresholdPruner(upper=0.0)) == [1]
