@@ -182,7 +182,7 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
         pruner=request.pruner,
         evaluations=request.evaluations,
         seed=request.seed,
-        identity=_identity(request, model),
+        identity=_identity(request),
     )
     claim_folder(request.output, owner, study)
     mup_check = None if model == request.model else check_transfer(study, model, request.model)
@@ -263,12 +263,18 @@ def _check_lengths(model: str, space: Space, sequence_length: int | None) -> Non
         sequence_length_of(source, length)
 
 
-def _identity(request: TuneRequest, model: str) -> dict[str, Any]:
-    """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ."""
+def _identity(request: TuneRequest) -> dict[str, Any]:
+    """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ.
+
+    The config of the model is one of them, because another model may have come to its path. The pruner compares trials by the
+    numbers of their evaluations, which mean other steps if a trial has another number of them."""
     options = {name: value for name, value in request.options.items() if name != "trial_seconds"}
     return {
-        "model": model,
+        "model": request.model,
+        "config": find_model(request.model).config_identity,
+        "mup_width": request.mup_width,
         "data": request.data,
+        "evaluations": request.evaluations,
         "space": request.space.model_dump(),
         "arguments": request.arguments,
         "request": options,

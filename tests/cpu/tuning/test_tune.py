@@ -24,8 +24,10 @@ from transformers import LlamaConfig
 from transformers.trainer_utils import HPSearchBackend
 
 from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.models.source import find_model
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.tuning.jobs import remove_trial
+from upshift.tuning.mup_check import write_narrow
 from upshift.tuning.report import write_study_page
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
 from upshift.tuning.trainer_trial import skip_unread_evaluations
@@ -140,13 +142,72 @@ def test_only_what_this_study_wrote_is_removed(home: Path, tmp_path: Path) -> No
         searched(home, home / "out" / "study.db")
 
 
-def test_a_narrow_copy_of_something_else_is_not_written_over(tmp_path: Path) -> None:
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=320)
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}
+
+
+@pytest.mark.parametrize("other", [{}, {"num_hidden_layers": 3}, {"vocab_size": 512}, {"rms_norm_eps": 1e-3}])
+def test_a_narrow_copy_of_something_else_is_not_written_over(other: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever of its config differs: widths, depth, vocabulary, a number of the computation."""
+    config = LlamaConfig(**NARROW, max_position_embeddings=64)
     config.save_pretrained(tmp_path / "model")
-    config.save_pretrained(tmp_path / "out" / "narrow")
+    folder = tmp_path / "out" / "narrow"
+    halved = {name: NARROW[name] // 2 for name in NARROW if name != "vocab_size"} if other else {}
+    other_config = LlamaConfig(**{**NARROW, "max_position_embeddings": 64, **halved, **other})
+    other_config.save_pretrained(folder)
     with pytest.raises(RequestError, match=r"narrow is another model than .*model of --mup-width 16; give another --output"):
-        tune(str(tmp_path / "model"), "none", space=SPACE, output=tmp_path / "out", mup_width=16, from_config=True)
-    assert LlamaConfig.from_pretrained(tmp_path / "out" / "narrow").hidden_size == 32
+        write_narrow(find_model(str(tmp_path / "model")), 16, folder)
+    assert LlamaConfig.from_pretrained(folder).to_dict() == other_config.to_dict()
+    write_narrow(find_model(str(tmp_path / "model")), 16, tmp_path / "again")
+    write_narrow(find_model(str(tmp_path / "model")), 16, tmp_path / "again")  # the same model once more
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "evaluations 9, not 3": {"evaluations": 3},
+    "request from_config True, not False": {"from_config": False},
+    "space parameters learning_rate high 0.1, not 0.2": {"space": {"learning_rate": {"low": 1e-4, "high": 0.2, "log": True}}},
+    "arguments max_steps 9, not 12": {"arguments": {"max_steps": 12}},
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_values_that_cannot_be_compared_are_not_of_one_study(
+    words: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever changes the trials, or the scale at which the pruner compares them. No trial runs here."""
+    monkeypatch.setattr("upshift.tuning.tune.run_study", end_before_trials)
+    asked = {"space": {"learning_rate": SPACE["learning_rate"]}, "arguments": {"max_steps": 9}}
+    for same in ({}, {"trials": 40, "pruner": "median"}):
+        with pytest.raises(OpenedError):
+            searched(home, tmp_path, **asked, **same)
+    with pytest.raises(RequestError, match=f"the study 'upshift' has {words}; use the same, or another --output"):
+        searched(home, tmp_path, **{**asked, **CHANGES[words]})
+
+
+class OpenedError(Exception):
+    """The study is open, and its first trial would start."""
+
+
+def end_before_trials(*_: Any, **__: Any) -> None:
+    raise OpenedError
+
+
+def test_another_model_at_the_same_path_is_not_of_the_same_study(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With muP and without it: the check of muP, and the losses, are those of the first model."""
+    monkeypatch.setattr("upshift.tuning.tune.run_study", end_before_trials)
+    monkeypatch.setattr("upshift.tuning.tune.check_transfer", lambda *arguments: None)  # it takes steps of the models
+    model = tmp_path / "model"
+    for name, mup in (("plain", {}), ("mup", {"mup_width": 16})):
+        asked = {"space": {"learning_rate": [1e-3, 1e-2]}, "output": tmp_path / name, "from_config": True, **mup}
+        LlamaConfig(**NARROW, num_hidden_layers=2).save_pretrained(model)
+        for _ in range(2):
+            with pytest.raises(OpenedError):
+                tune(str(model), str(home / "data.jsonl"), **asked)
+        LlamaConfig(**NARROW, num_hidden_layers=3).save_pretrained(model)
+        words = "has config num_hidden_layers 2, not 3" if not mup else "narrow is another model than"
+        with pytest.raises(RequestError, match=words):
+            tune(str(model), str(home / "data.jsonl"), **asked)
 
 
 def test_several_objectives_and_trials_at_once(home: Path) -> None:
