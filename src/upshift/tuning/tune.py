@@ -24,7 +24,7 @@ from upshift.tuning.backends import draw_values, optuna_distributions
 from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
-from upshift.tuning.space import NOT_OF_TRIALS, Choices, Space, make_space, read_space
+from upshift.tuning.space import NOT_OF_TRIALS, RUN_FIELDS, Choices, Space, make_space, read_space
 from upshift.tuning.storage import enqueue_warm_start, folder_url, hide_password
 from upshift.tuning.study import EVALUATIONS, StudyTrial, decision_steps, open_study, reason_of, run_study
 from upshift.value import Value
@@ -229,10 +229,25 @@ def _training_request(request: TuneRequest) -> TrainRequest:
                 f"{name} is not for the trials of a search, which end and are judged as --pruner says; leave it out"
             )
     training = TrainRequest.of({**request.options, "model": request.model, "data": request.data}, request.arguments)
+    _check_fixed_or_searched(request.space, training, request.arguments)
     adapted = training.changed(lora_rank=1) if "lora_rank" in request.space.parameters else training
     check_module_names(adapted.source(), adapted)
     RunNumbers.from_fields({name: request.options[name] for name in RunNumbers.model_fields if name in request.options})
     return training
+
+
+def _check_fixed_or_searched(space: Space, training: TrainRequest, arguments: dict[str, Any]) -> None:
+    """Raise RequestError for a value that would be ignored: one that is fixed and searched, or epochs beside max_steps.
+
+    The seed of the search is that of the trials only if the space has none."""
+    defaults = TrainRequest.model_fields
+    fixed = {name: value for name in RUN_FIELDS if (value := getattr(training, name)) != defaults[name].default}
+    fixed |= {name: value for name, value in arguments.items() if name != "seed"}
+    for name, value in fixed.items():
+        if name in space.parameters:
+            raise RequestError(f"{name} is {value} for all trials, and the space has values for it; leave one of them out")
+    if "epochs" in space.parameters and ("max_steps" in fixed or "max_steps" in space.parameters):
+        raise RequestError("epochs of the space would have no effect, because max_steps replaces it; leave one of them out")
 
 
 def _budget_seconds(request: TuneRequest) -> float | None:

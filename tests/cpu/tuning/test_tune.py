@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ from transformers.trainer_utils import HPSearchBackend
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.models.source import find_model
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.tuning.jobs import remove_trial
+from upshift.tuning.jobs import TrialRunner, remove_trial
 from upshift.tuning.mup_check import write_narrow
 from upshift.tuning.report import write_study_page
+from upshift.tuning.space import _FLOATS, NAMES, make_space
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
 from upshift.tuning.trainer_trial import skip_unread_evaluations
 from upshift.tuning.tune import TuneResult, tune
@@ -238,6 +241,13 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"epochs": float("inf")}, "^epochs: must be a finite number"),
         ({"global_batch": 0}, "^global_batch: must be above 0"),
         ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
+        ({"arguments": {"eval_steps": 2}}, "eval_steps is not for the trials of a search"),
+        ({"space": {"eval_steps": [2, 3]}}, "'eval_steps' is not a hyper-parameter that is searched"),
+        ({"space": {"epochs": [1, 2]}}, "epochs of the space would have no effect, because max_steps replaces it"),
+        ({"space": {"epochs": [1], "max_steps": [2, 3]}, "arguments": {}}, "epochs of the space would have no effect"),
+        ({"space": {"max_steps": [2, 3]}}, "max_steps is 9 for all trials, and the space has values for it; leave one of them out"),
+        ({"space": {"sequence_length": [16, 32]}}, "sequence_length is 32 for all trials"),
+        ({"space": {"global_batch": [2, 4]}, "global_batch": 16}, "global_batch is 16 for all trials"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: must be above 0"),
         ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
     ],
@@ -245,6 +255,31 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
 def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path: Path) -> None:
     with pytest.raises((RequestError, JobFailed), match=words):
         searched(home, tmp_path, **more)
+
+
+TWO_VALUES: dict[str, tuple[Any, Any]] = {"lr_scheduler_type": ("linear", "cosine"), "adam_epsilon": (1e-8, 1e-6)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_of_a_space_reaches_its_trial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values of each name that a space takes: the trial's plan, or its arguments, are others."""
+    jobs: list[str] = []
+
+    def prepare(request: TrainRequest, host: Any) -> tuple[Any, int]:
+        def job(arguments: Arguments, **more: Any) -> str:
+            return f"{request} {arguments} {more['evaluate_at_steps']}"
+
+        return SimpleNamespace(job=job, data=None), request.max_steps or 9
+
+    monkeypatch.setattr("upshift.tuning.jobs.prepare_run", prepare)
+    runner = TrialRunner(TrainRequest(model="m", data="d"), tmp_path, {"seed": 1}, evaluations=3, deciding=(1,))
+    pool: Any = SimpleNamespace(lease=lambda: nullcontext(SimpleNamespace(run=lambda job, data, on_event: jobs.append(job))))
+    runner._servers = pool
+    first, second = TWO_VALUES.get(name, (0.25, 0.5) if name in _FLOATS else (3, 4))
+    for value in (first, second, first):
+        space = make_space({name: [value]})
+        runner.run(StudyTrial(0, None, lambda loss, number: None), space.fixed)
+    assert jobs[0] == jobs[2] != jobs[1]
 
 
 def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
