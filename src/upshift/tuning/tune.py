@@ -25,7 +25,7 @@ from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, 
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
 from upshift.tuning.space import NOT_OF_TRIALS, RUN_FIELDS, Choices, Space, make_space, read_space
-from upshift.tuning.storage import enqueue_warm_start, folder_url, hide_password
+from upshift.tuning.storage import database_url, enqueue_warm_start, folder_url, hide_password
 from upshift.tuning.study import EVALUATIONS, StudyTrial, decision_steps, open_study, reason_of, run_study
 from upshift.value import Value
 
@@ -149,6 +149,8 @@ def tune(
     training_options: dict[str, Any] = dict(options)
     search_options = {name: training_options.pop(name) for name in SearchOptions.__annotations__ if name in training_options}
     objective_names = tuple(search_options.pop("objective", ("eval_loss",)))
+    if search_options.get("storage") is not None:
+        search_options["storage"] = database_url(str(search_options["storage"]))
     search_options["warm_start"] = tuple(search_options.get("warm_start", ()))
     request = TuneRequest(
         model=model,
