@@ -53,6 +53,7 @@ class TuneResult(Value):
     objectives: dict[str, Direction] = Field(description="direction by name")
     best: tuple[TrialRow, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
     trials: tuple[TrialRow, ...]
+    fixed_parameters: dict[str, Any] = Field({}, description="of all trials: those of which the space has a single value")
     seconds: float = Field(description="of this call")
     price_per_hour: float | None = Field(None, description="of the machine; this call cost it for its seconds")
     checkpoint: str | None = Field(None, description="of the first of the best")
@@ -324,6 +325,7 @@ def read_results(study: optuna.Study, request: TuneRequest, runner: TrialRunner,
         objectives={objective.name: objective.direction for objective in request.objectives},
         best=tuple(best),
         trials=tuple(rows.values()),
+        fixed_parameters=request.space.fixed,
         seconds=seconds,
         checkpoint=str(checkpoint) if checkpoint.is_dir() else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -23,18 +24,22 @@ from optuna.pruners import NopPruner, ThresholdPruner
 from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
 from transformers.trainer_utils import HPSearchBackend
+from typer.testing import CliRunner
 
+from upshift.cli import train as train_command
+from upshift.cli.main import app
+from upshift.cli.options import move_flags_to_set
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.tuning.jobs import TrialRunner, remove_trial
-from upshift.tuning.mup_check import write_narrow
+from upshift.tuning.mup_check import Growth, write_narrow
 from upshift.tuning.report import write_study_page
 from upshift.tuning.space import _FLOATS, NAMES, make_space
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
 from upshift.tuning.trainer_trial import skip_unread_evaluations
-from upshift.tuning.tune import TuneResult, tune
+from upshift.tuning.tune import TrialRow, TuneResult, tune
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -473,3 +478,39 @@ def test_a_search_by_epochs_is_pruned_where_the_same_search_by_steps_is(tmp_path
     assert evaluated_steps(tmp_path / "d", steps=reads, pruner=NopPruner(), values=plateau) == [1, 2, 3, 4]
     assert evaluated_steps(tmp_path / "e", steps=reads, pruner=NopPruner()) == [4]
     assert evaluated_steps(tmp_path / "f", steps=by_epochs, pruner=ThresholdPruner(upper=0.0)) == [1]
+
+
+def test_the_command_for_the_whole_model_trains_as_the_best_trial_did(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With searched values, those that the space fixes, and the options of the search, each as exact as it was."""
+    space = make_space({"learning_rate": [1e-3, 1.2345678e-3], "warmup_steps": 3, "adam_beta2": [0.95, 0.99], "global_batch": 4})
+    row = TrialRow(
+        number=0, state="complete", values={"eval_loss": 1.0}, parameters={"learning_rate": 1.2345678e-3, "adam_beta2": 0.95},
+        seconds=1.0, steps=3, reason="",
+    )  # fmt: skip
+    growth = Growth(widths=(8, 16), with_mup=1.0, without=3.0)
+
+    def searched_already(*arguments: Any, **options: Any) -> TuneResult:
+        return TuneResult(
+            study="s", storage="x", objectives={"eval_loss": "minimize"}, best=(row,), trials=(row,), seconds=1.0,
+            fixed_parameters=space.fixed, mup_base=str(tmp_path / "a b" / "narrow"), mup_check=growth,
+        )  # fmt: skip
+
+    monkeypatch.setattr("upshift.tuning.tune.tune", searched_already)
+    (tmp_path / "space.yaml").write_text("learning_rate: [0.1]\n")
+    words = ["tune", "a model", "--data", "it's data", "--space", str(tmp_path / "space.yaml"), "--from-config", "-o", "o"]
+    options = [
+        "--sequence-length", "32", "--max-steps", "7", "--text-column", "body", "--seed", "5", "--nproc", "2", "--set",
+        "precision=fp32", "--allow", "bf16-weights", "--long-rows", "cut",
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, [*words, "--mup-width", "8", *options])
+    assert done.exit_code == 0, done.output
+    command = next(line for line in done.output.splitlines() if line.startswith("The whole model: "))
+    typed = shlex.split(command.removeprefix("The whole model: upshift train "))
+    asked = ["a model", "--data", "it's data", "--from-config", "--mup-base", str(tmp_path / "a b" / "narrow"), *options]
+    asked += ["--learning-rate", "1.2345678e-3", "--warmup-steps", "3", "--global-batch", "4"]
+    requests = [train_command.request_of(move_flags_to_set(train_command.parse(words))) for words in (typed, asked)]
+    assert sorted(requests[0].fixed) == sorted(requests[1].fixed)
+    assert requests[0].changed(fixed=()) == requests[1].changed(fixed=())
+    assert "And adam_beta2=0.95: by upshift.train(..., arguments=)" in done.output
