@@ -212,7 +212,7 @@ def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
             what=f"every rank that left a report waits, in step {stalled[0].step}",
             evidence=waits,
             cause=message or None,
-            fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
+            fix="upshift doctor --network --hosts A,B on each of the same hosts; export NCCL_DEBUG=INFO; then --resume",
         )
     for report in reports:
         if report.kind == "slow":
