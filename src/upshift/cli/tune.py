@@ -131,7 +131,7 @@ PricePerHour = Annotated[
 Storage = Annotated[
     str | None,
     option(
-        "--storage", text="Where the study is kept: the URL of a database, or the path of a journal.", panel=Panel.SPECIAL,
+        "--storage", text="Where the study is kept: the URL of a database, or the path of a journal or of an SQLite file.", panel=Panel.SPECIAL,
         metavar="URL", default="SQLite in the output folder",
     ),
 ]  # fmt: skip
