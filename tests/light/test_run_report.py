@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from upshift.debugging.finding import Finding, ok
-from upshift.debugging.run_report import FOLDER, RankReport, Stack, current_stacks, delete_reports, examine_run, leave_findings, report_of
+from upshift.debugging.run_report import (
+    FOLDER,
+    RankReport,
+    Stack,
+    current_stacks,
+    delete_reports,
+    examine_run,
+    leave_findings,
+    report_of,
+)
 from upshift.errors import RequestError
 
 

@@ -131,7 +131,7 @@ PricePerHour = Annotated[
 Storage = Annotated[
     str | None,
     option(
-        "--storage", text="Where the study is kept: the URL of a database, or the path of a journal or of an SQLite file.", panel=Panel.SPECIAL,
+        "--storage", text="Where the study is kept: a database's URL, or the path of SQLite or a journal.", panel=Panel.SPECIAL,
         metavar="URL", default="SQLite in the output folder",
     ),
 ]  # fmt: skip
@@ -171,9 +171,18 @@ TrialSeconds = Annotated[
     ),
 ]  # fmt: skip
 TRAINING_OPTIONS = (  # options of this command that change a training, and that `upshift train` has, too
-    "global_batch", "sequence_length", "max_steps", "epochs", "text_column", "data_format", "loss_on", "long_rows", "seed", "set_",
+    "global_batch",
+    "sequence_length",
+    "max_steps",
+    "epochs",
+    "text_column",
+    "data_format",
+    "loss_on",
+    "long_rows",
+    "seed",
+    "set_",
     "allow",
-)  # fmt: skip
+)
 
 
 @with_layout_flags
@@ -235,12 +244,7 @@ def command(
         from upshift.tuning.report import write_study_page
 
         write_study_page(html, result)
-    if as_json:
-        sys.stdout.write(result.to_json() + "\n")
-    else:
-        _print_result(result)
-        if result.mup_base is not None:
-            _print_transfer(result, model, data, training_options)
+    _print_result(result, model, data, training_options, as_json=as_json)
 
 
 def _check_request(space: Path, html: Path | None) -> None:
@@ -318,7 +322,16 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _print_result(result: Any) -> None:
+def _print_result(result: Any, model: str, data: str, options: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(result.to_json() + "\n")
+        return
+    _print_best(result)
+    if result.mup_base is not None:
+        _print_transfer(result, model, data, options)
+
+
+def _print_best(result: Any) -> None:
     is_multi_objective = len(result.objectives) > 1
     tables.out.print(_table(result.best if is_multi_objective else result.best[:1]))
     states = [row.state for row in result.trials]

@@ -24,9 +24,12 @@ Number = TypeVar("Number", int, float)
 LINK_BYTES = 4 * MIB
 SMALL_BYTES = 1024
 REPEATS = 3
-LARGEST_COUNT = (  # fields of Measured whose largest value counts: times, and the memory of a process
-    "dispatch_seconds", "gpu_dispatch_seconds", "first_touch_seconds_per_byte", "base_resident_bytes",
-)  # fmt: skip
+LARGEST_COUNTS = (  # fields of Measured whose largest value counts: times, and the memory of a process
+    "dispatch_seconds",
+    "gpu_dispatch_seconds",
+    "first_touch_seconds_per_byte",
+    "base_resident_bytes",
+)
 
 
 def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
@@ -196,7 +199,7 @@ def _slowest_measured(measurements: Sequence[Measured | None]) -> Measured | Non
     if len(all_measured) < len(measurements):
         return None
     first = all_measured[0]
-    longest_times = {name: _maximum([getattr(measured, name) for measured in all_measured]) for name in LARGEST_COUNT}
+    longest_times = {name: _maximum([getattr(measured, name) for measured in all_measured]) for name in LARGEST_COUNTS}
     compilers = {name: _of_all([getattr(measured, name) for measured in all_measured]) for name in ("compiler", "gpu_compiler")}
     gpu_rates = [measured.gpu for measured in all_measured if measured.gpu is not None]
     has_equal_groups = len({measured.gpu_exchange_ranks for measured in all_measured}) == 1

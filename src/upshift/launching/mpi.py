@@ -23,7 +23,9 @@ def mpi_script(launch: Launch) -> str:
     variables = [f"-x {name}={shlex.quote(value)}" for name, value in launch.environment]
     command = " ".join(shlex.quote(word) for word in (launch.python, *launch.command))
     binding = '--map-by "ppr:$ranks:node" --bind-to none'
+    cores = "A rank takes its share of cores."
     if launch.cpus:
+        cores = "PE: cores of a rank."
         binding = f'--map-by "ppr:$ranks:node:PE=$(( {launch.cpus} > ranks ? {launch.cpus} / ranks : 1 ))" --bind-to core'
     lines = [
         "#!/bin/bash",
@@ -36,7 +38,7 @@ def mpi_script(launch: Launch) -> str:
         f'printf "%s slots=$ranks\\n" {addresses} > "$hostfile"',
         "",
         "# The ranks speak gloo or nccl with each other, and MPI only starts them: MASTER_ADDR is where they meet, and each",
-        f"# reads its number from what mpirun says. {'PE: cores of a rank.' if launch.cpus else 'A rank takes its share of cores.'}",
+        f"# reads its number from what mpirun says. {cores}",
         f'mpirun --hostfile "$hostfile" -n $(( {len(hosts)} * ranks )) {binding} \\',
         "  " + " ".join([f"-x MASTER_ADDR={shlex.quote(address(hosts[0]))} -x MASTER_PORT={launch.port}", *variables]) + " \\",
         f"  {command}",

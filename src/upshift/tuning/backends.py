@@ -124,7 +124,7 @@ def space_of_sweep(sweep: dict[str, Any]) -> Space:
 
 
 def check_sweep(sweep: dict[str, Any], directions: Sequence[str]) -> None:
-    """Raise RequestError for an entry of a sweep, beside its parameters, that has no effect here, or that contradicts the call."""
+    """Raise RequestError for an entry of a sweep, beside its parameters, that has no effect here or contradicts the call."""
     for origin, entry, keys in (("the sweep", sweep, SWEEP_KEYS), ("the sweep's metric", sweep.get("metric", {}), METRIC_KEYS)):
         unused = next((key for key in entry if key not in keys), None)
         if unused is not None:
@@ -138,7 +138,9 @@ def check_sweep(sweep: dict[str, Any], directions: Sequence[str]) -> None:
 def _read(name: str, entry: Any) -> Range | Choices:
     origin = f"the sweep's {name}"
     if not isinstance(entry, dict):
-        raise RequestError(f"{origin} is {entry!r}; write {{'value': {entry!r}}}, {{'values': [...]}} or {{'min': ..., 'max': ...}}")
+        raise RequestError(
+            f"{origin} is {entry!r}; write {{'value': {entry!r}}}, {{'values': [...]}} or {{'min': ..., 'max': ...}}"
+        )
     kind = _kind(entry)
     if kind not in KEYS_OF_KINDS:
         raise RequestError(f"{origin} has distribution {kind!r}; use one of {', '.join(KEYS_OF_KINDS)}")

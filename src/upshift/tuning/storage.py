@@ -48,7 +48,7 @@ def ignore_experimental_warnings() -> Iterator[None]:
 
 
 def open_storage(storage: Any, folder: Path) -> optuna.storages.BaseStorage:
-    """Return the storage: Optuna's own, of a database URL, of the path of SQLite's file or of a journal; None: SQLite in the folder.
+    """Return the storage: Optuna's own, of a database URL, or of a path, which is SQLite's or a journal's; None: in the folder.
 
     Raise RequestError for a storage in memory, and for one that cannot be opened."""
     if isinstance(storage, optuna.storages.InMemoryStorage):

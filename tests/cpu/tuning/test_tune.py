@@ -250,7 +250,10 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"space": {"eval_steps": [2, 3]}}, "'eval_steps' is not a hyper-parameter that is searched"),
         ({"space": {"epochs": [1, 2]}}, "epochs of the space would have no effect, because max_steps replaces it"),
         ({"space": {"epochs": [1], "max_steps": [2, 3]}, "arguments": {}}, "epochs of the space would have no effect"),
-        ({"space": {"max_steps": [2, 3]}}, "max_steps is 9 for all trials, and the space has values for it; leave one of them out"),
+        (
+            {"space": {"max_steps": [2, 3]}},
+            "max_steps is 9 for all trials, and the space has values for it; leave one of them out",
+        ),
         ({"space": {"sequence_length": [16, 32]}}, "sequence_length is 32 for all trials"),
         ({"space": {"global_batch": [2, 4]}, "global_batch": 16}, "global_batch is 16 for all trials"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: must be above 0"),
