@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from upshift.cli.main import app
+from upshift.debugging import doctor
 from upshift.debugging.cpu_memory import examine_cpu, examine_memory
-from upshift.debugging.disks import Usage, examine_folder, examine_shm
-from upshift.debugging.finding import Finding, error, worst_first
+from upshift.debugging.disks import Usage, disk_rates, examine_folder, examine_shm
+from upshift.debugging.finding import Finding, error, ok, worst_first
 from upshift.debugging.gpus import examine_gpus, examine_topology
-from upshift.debugging.plan_needs import examine_plan, read_plan_needs
+from upshift.debugging.plan_needs import PlanNeeds, examine_plan, read_plan_needs
 from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     examine_allocators,
@@ -30,7 +33,7 @@ from upshift.debugging.software import (
     examine_threads,
     find_compilers,
 )
-from upshift.errors import RequestError
+from upshift.errors import JobFailed, RequestError
 from upshift.hardware import Measured, Rates, describe, detect
 from upshift.hardware.nvml import Gpus, read_gpus
 from upshift.units import GIB, MIB
@@ -228,6 +231,41 @@ def test_topology_in_words() -> None:
     ] == ["unknown"]
 
 
+# --- looks that fail ---------------------------------------------------------------------------------------------------
+
+
+def break_probe(host: Any) -> Any:
+    raise JobFailed("a process that imports torch and transformers fails here: libcudart.so.12: cannot open shared object file")
+
+
+LOOKS = ("gpus", "topology", "plan", "cpu", "memory", "folder", "shm", "requirements", "cuda", "compilers", "threads", "switches")
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "allocators", "extras"])
+def test_a_look_that_fails_costs_no_finding_of_another(look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it fails, a broken library, a machine's file in another form: the others' findings name the cause."""
+    monkeypatch.setattr(doctor, "QUICK_BYTES", MIB)
+    monkeypatch.setattr(doctor, "WHOLE_BYTES", MIB)
+    monkeypatch.setattr("upshift.hardware.probe.probe", break_probe)
+    needs = PlanNeeds(device="cuda", per_host=1, bytes_each=1.0)
+    before = {finding.subject for finding in doctor.examine(quick=True, output=tmp_path, needs=needs).findings}
+    whole_look = getattr(doctor, f"examine_{look}")
+    of_look: set[str] = set()
+
+    def break_in_the_middle(*arguments: Any, **named: Any) -> Iterator[Finding]:
+        of_look.update(finding.subject for finding in whole_look(*arguments, **named))
+        yield ok("before", what="read")
+        raise ValueError("invalid literal for int(): 'x'")
+
+    monkeypatch.setattr(doctor, f"examine_{look}", break_in_the_middle)
+    findings = doctor.examine(quick=False, output=tmp_path, needs=needs).findings
+    failed = [finding for finding in findings if "cannot be examined any further" in finding.what]
+    assert len(failed) == (3 if look == "folder" else 2)
+    assert all(finding.severity == "error" and finding.fix for finding in failed)
+    assert failed[-1].subject == "rates" and "libcudart.so.12" in failed[-1].what
+    assert {"before", *(before - of_look)} <= {finding.subject for finding in findings}
+
+
 # --- planted machines ------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +296,7 @@ BOX = "sys/fs/cgroup/box"
             "hint",
             "NUMA",
             "2 nodes",
-            "upshift launch --nproc 2",
+            "upshift launch --hosts localhost --nproc 2",
         ),
         ({"proc/loadavg": "9.50 3 2 1/2 3\n"}, "warning", "load", "load 9.50 on 4", "ps -eo"),
         ({"proc/stat": "cpu  500 0 100 300 0 0 0 100 0 0\n"}, "warning", "load", "not given 10%", "dedicated"),
@@ -332,7 +370,28 @@ def test_shared_memory(tmp_path: Path) -> None:
     assert none(examine_shm(tmp_path, look=lambda folder: Usage(8 * GIB, 0, 8 * GIB)))
 
 
-def test_folders(tmp_path: Path) -> None:
+def raise_full(_: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_two_doctors_look_at_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes a file of its own; the one that ends first does not take the other's away."""
+    fsync = os.fsync
+    rates: list[tuple[float, float | None]] = []
+
+    def look_as_well(descriptor: int) -> None:
+        if not rates:
+            rates.append((0.0, None))
+            rates.append(disk_rates(tmp_path, MIB))
+            assert len(list(tmp_path.iterdir())) == 1
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", look_as_well)
+    rates.append(disk_rates(tmp_path, MIB))
+    assert len(rates) == 3 and rates[1][0] > 0 < rates[2][0] and list(tmp_path.iterdir()) == []
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = [
         f
         for f in examine_folder(tmp_path / "not" / "yet", purpose="output", option="--output", probe_bytes=MIB)
@@ -340,11 +399,13 @@ def test_folders(tmp_path: Path) -> None:
     ]
     assert "writes" in finding.what
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".upshift_disk_probe").mkdir()  # even root cannot write there
+    monkeypatch.setattr("os.fsync", raise_full)
     broken = only(
         [f for f in examine_folder(tmp_path, purpose="output", option="--output F", probe_bytes=MIB) if "only" not in f.what],
         "error",
     )
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
     assert broken.fix == "--output F"
     (tmp_path / "file").touch()
     asked = {"purpose": "cache", "option": "export UPSHIFT_CACHE=FOLDER", "probe_bytes": MIB}

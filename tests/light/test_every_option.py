@@ -154,6 +154,77 @@ def test_an_option_changes_what_is_asked_or_is_refused(path: str, name: str, def
         assert name in found or asked in found or asked.replace("-", "_") in found or "another" in found, found
 
 
+def xla_outcome(*more: str, has_records: bool) -> str:
+    """Return what ``train --backend xla`` asks of the code behind it, of which none runs, or the words of its refusal."""
+    asked: list[str] = []
+
+    def recorder(name: str, answer: Any = None) -> Any:
+        def record(*positional: Any, **named: Any) -> Any:
+            known = {key: value for key, value in named.items() if not callable(value)}
+            asked.append(re.sub(r" at 0x[0-9a-f]+", "", repr((name, positional, sorted(known.items())))))
+            return answer
+
+        return record
+
+    data = SimpleNamespace(
+        training=range(80), evaluation=None, objective=SimpleNamespace(pad_token_id=0), tokenizer=None,
+        histogram=SimpleNamespace(longest=8, lengths=(8,), counts=(80,)),
+    )  # fmt: skip
+    modules: dict[str, dict[str, Any]] = {
+        "upshift.xla.data.tfrecord": {
+            "has_records": lambda path: has_records, "read_index": recorder("index", SimpleNamespace(num_examples=80)),
+            "record_batches": recorder("records"),
+        },
+        "upshift.xla.data.batches": {"Batches": recorder("batches"), "plan_buckets": recorder("buckets")},
+        "upshift.xla.training.train": {"train": recorder("train")},
+        "upshift.xla.tensorflow": {"need_tensorflow": lambda purpose: None},
+        "upshift.training.data.dataset": {"prepare_data": recorder("data", data)},
+        "upshift.training.loop.state": {"fingerprint": lambda sequences: "same"},
+        "upshift.training.batches.layout": {"Layout": SimpleNamespace},
+        "upshift.training.batches.sampler": {
+            "BatchSource": recorder("source"), "evaluation_batches": None,
+            "count_steps": lambda epochs, num_sequences, global_batch: int(epochs * num_sequences / global_batch),
+        },
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in modules.items():
+            replaced = ModuleType(module)
+            vars(replaced).update(names)
+            patch.setitem(sys.modules, module, replaced)
+        patch.setattr("upshift.models.source.find_model", lambda reference: reference)
+        patch.setattr("upshift.cli.train_xla._print_results", lambda *arguments, as_json: None)
+        patch.setattr("typer.testing._get_command", lambda _: ROOT_COMMAND)
+        found = CliRunner().invoke(app, ["train", "MODEL", "--data", "DATA", "--backend", "xla", *more])
+    if isinstance(found.exception, UpshiftError):
+        return f"refused: {found.exception}"
+    assert found.exit_code in (0, 2), found.exception
+    return "\n".join(asked) if found.exit_code == 0 else f"refused: {found.output}"
+
+
+NOT_OF_XLA = {"--backend", "--data", "--config"} | OUTPUT_ALONE
+
+
+@pytest.mark.parametrize("has_records", [False, True])
+def test_xla_uses_each_option_of_train_or_refuses_it(has_records: bool) -> None:
+    """Of texts, and of TFRecord files, whose rows are tokenized already."""
+    default = xla_outcome(has_records=has_records)
+    assert "'train'" in default and default == xla_outcome(has_records=has_records)
+    names = [long_name(option) for option in options_of("train") if long_name(option) not in NOT_OF_XLA]
+    assert len(names) > 40
+    for option in options_of("train"):
+        name = long_name(option)
+        if name in names:
+            found = xla_outcome(*another_value("train", option), has_records=has_records)
+            assert found != default, f"{name} is ignored"
+            words = name.removeprefix("--")
+            assert not found.startswith("refused") or words in found or words.replace("-", "_") in found, (name, found)
+
+
+def test_xla_tests_no_plans() -> None:
+    assert "trial-seconds" in xla_outcome("--trial-seconds", "5", has_records=False)
+    assert xla_outcome("--trial-seconds", "0", has_records=False) == xla_outcome(has_records=False)
+
+
 @pytest.mark.parametrize(("path", "name"), NUMBERS)
 def test_a_wrong_number_is_refused_with_the_option(path: str, name: str) -> None:
     found = outcome(path, WORKERS[path], name, "many")

@@ -10,8 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from upshift.cli.main import app
 
 PACKAGE = Path(__file__).parents[2] / "src" / "upshift"
 PASSED = {"option": "export UPSHIFT_CACHE=FOLDER"}  # what callers give to a function for a fix
@@ -93,3 +98,79 @@ def test_what_this_machine_is_told_can_be_typed(tmp_path: Path) -> None:
     for finding in findings.values():
         if finding["severity"] in ASKING:
             assert TYPED.search(finding["fix"]), finding
+
+
+# --- commands of this package in any message -----------------------------------------------------------------------
+
+ROOT: Any = typer.main.get_command(app)
+COMPUTED = "\0"  # the place of a value
+NAMES = "|".join(sorted(ROOT.commands))
+COMMAND = re.compile(rf"\bupshift ({NAMES})\b((?: (?![A-Z]?[a-z]+ing\b)[^\s;:,()`]+)*)")
+
+
+def texts_of(tree: ast.Module) -> Iterator[str]:
+    """Yield every text of a file but its docstrings, with COMPUTED where a value stands."""
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented)
+                  and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        if id(node) in inner | docstrings:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else COMPUTED for part in node.values)  # type: ignore[misc]
+
+
+def printed_commands() -> Iterator[tuple[str, str]]:
+    """Yield (where, the command with its words) for each command that a text of the package names with an option."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for text in texts_of(ast.parse(path.read_text(encoding="utf-8"))):
+            for match in COMMAND.finditer(text):
+                printed = re.sub(rf"(?<=[a-z]){COMPUTED}", "", match[0].removesuffix("."))  # a text that goes on after a word
+                if " -" in match[2] and f"--{COMPUTED}" not in printed:
+                    yield str(path.relative_to(PACKAGE)), printed.replace(COMPUTED, "1")
+
+
+PRINTED = list(printed_commands())
+
+
+def make_context(command: Any, words: list[str]) -> None:
+    """Parse the options of these words, and what the command requires beside them. Raise for a wrong one."""
+    names = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    chosen: list[str] = []
+    for number, word in enumerate(words):
+        name = word.partition("=")[0]
+        if word.startswith("-"):
+            assert name in names, f"{command.name} has no option {name}"
+            takes_value = not names[name].is_flag and "=" not in word
+            value = words[number + 1] if takes_value and number + 1 < len(words) else "1"
+            value = re.sub(r"\b[A-Z]+\b|\.\.\.", "1", value)  # a word that stands for a value
+            chosen += [word, value] if takes_value else [word]
+    for option in command.params:
+        if option.required and not set(option.opts) & set(chosen):
+            chosen += ["M"] if option.param_type_name == "argument" else [option.opts[0], "1"]
+    command.make_context(command.name, chosen)
+
+
+def test_messages_with_commands_are_found() -> None:
+    assert len(PRINTED) > 30 and len({where for where, _ in PRINTED}) > 12
+
+
+@pytest.mark.parametrize(("where", "printed"), PRINTED)
+def test_a_command_in_a_message_is_one_that_upshift_takes(where: str, printed: str) -> None:
+    """Each option exists and takes the value; `upshift launch` says who starts the ranks."""
+    words = printed.split()[1:]
+    command = ROOT
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    own = words[: words.index("--")] if "--" in words else words
+    make_context(command, own)
+    ranks_command = words[len(own) + 1 :]
+    if ranks_command and ranks_command[0] in ROOT.commands:
+        make_context(ROOT.commands[ranks_command[0]], ranks_command[1:])
+    if command.name == "launch" and ranks_command:
+        launched = [re.sub(r"^[A-Z]+$", "1", word) for word in own]
+        done = CliRunner().invoke(app, ["launch", *launched, "--dry-run", "--", "train", "M", "--data", "D"])
+        assert done.exit_code == 0, done.exception

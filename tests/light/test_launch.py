@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from typer.testing import CliRunner, Result
 from upshift.cli.main import app
 from upshift.errors import RequestError
 from upshift.hardware.cpu_affinity import cores_of
+from upshift.launching import hosts
+from upshift.launching.request import Launch
 
 TRAIN = ["--", "train", "model dir", "--data", "it's data"]
 COMMAND = ["-m", "upshift.cli.main", "train", "model dir", "--data", "it's data", "--resume"]
@@ -34,17 +39,17 @@ def test_hosts_meet_on_the_first() -> None:
     text = written("--hosts", "me@a,10.0.0.2,c", "--nproc", "2", "--nodes", "2:3", "--env", "WORD=two words")
     check_shell(text)
     runs = [line for line in text.splitlines() if "torch.distributed.run" in line]
-    assert len(runs) == 3 and all("--nproc-per-node=\"$ranks\"" in run and "--nnodes=2:3" in run for run in runs)
+    assert len(runs) == 3 and all('--nproc-per-node="$ranks"' in run and "--nnodes=2:3" in run for run in runs)
     assert all("--rdzv-endpoint=a:29400" in run and run.endswith("'it'\"'\"'s data' --resume") for run in runs)
     assert [run.split("is_host=")[1][0] for run in runs] == ["1", "0", "0"]
     assert [run.split("--local-addr=")[1].split()[0] for run in runs] == ["a", "10.0.0.2", "c"]
-    assert text.count("ranks=2\n") == 3 and text.count("export WORD='two words'") == 3 and " me@a bash -s" in text
+    assert text.count("ranks=2\n") == 3 and text.count("export WORD='two words'") == 3 and " me@a 'bash -s'" in text
 
 
 def test_ranks_of_a_host_are_counted_there() -> None:
     script = written("--hosts", "localhost")
     assert "--standalone" in script and "lscpu" in script
-    body = script.split("<<'END' &\n")[1].split("exec ")[0]
+    body = script.split("2>&1 &\n")[1].split("exec ")[0]
     counted = subprocess.run(["bash", "-c", body + 'echo "$ranks $OMP_NUM_THREADS"'], capture_output=True, text=True, check=True)
     ranks, threads = map(int, counted.stdout.split())
     assert ranks >= 1 and threads >= 1
@@ -62,8 +67,128 @@ def test_slurm_file() -> None:
 def test_mpi_script() -> None:
     text = written("--mpi", "--hosts", "a,me@b", "--nproc", "2", "--cpus", "8", "--env", "A=b c")
     check_shell(text)
-    assert "a slots=2\nb slots=2\n" in text and "-n 4 --map-by ppr:2:node:PE=4 --bind-to core" in text
     assert "-x MASTER_ADDR=a" in text and "-x A='b c'" in text
+
+
+RECORD_MPIRUN = """#!/bin/bash
+echo "$@" >> "$CALLS"
+cat "$2" >> "$CALLS"
+case "$*" in
+  *ppr:1:node*) for counted in $COUNTED; do echo "a word of the login shell"; echo "ranks=$counted"; done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "counted", "ranks"),
+    [
+        (["--nproc", "2", "--cpus", "8"], "", 2),
+        (["--gpus", "4"], "", 4),
+        ([], "8 8", 8),
+        (["--cpus", "16"], "2 2", 2),
+        ([], "8 4", None),
+        ([], "", None),
+        ([], "0 0", None),
+    ],
+)
+def test_ranks_of_mpirun_are_those_given_or_counted_on_the_hosts(
+    options: list[str], counted: str, ranks: int | None, tmp_path: Path
+) -> None:
+    """A rank for each GPU or NUMA node of every host; hosts that differ are refused, as mpirun starts equal ones."""
+    program = tmp_path / "mpirun"
+    program.write_text(RECORD_MPIRUN)
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "COUNTED": counted}
+    text = written("--mpi", "--hosts", "a,me@b", *options)
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    lines = (tmp_path / "calls").read_text().splitlines()
+    if ranks is None:
+        assert done.returncode == 2 and "write the file again with --nproc N" in done.stderr
+        assert not any("upshift.cli.main" in line for line in lines)
+        return
+    assert done.returncode == 0, done.stderr
+    cores = (
+        f":PE={int(options[options.index('--cpus') + 1]) // ranks} --bind-to core" if "--cpus" in options else " --bind-to none"
+    )
+    *_, words, first, second = lines
+    assert f"-n {2 * ranks} --map-by ppr:{ranks}:node{cores}" in words
+    assert (first, second) == (f"a slots={ranks}", f"b slots={ranks}")
+
+
+@pytest.mark.parametrize("options", [KUBERNETES, [*KUBERNETES, "--kind", "TrainJob"], ["--ray"]])
+def test_ranks_that_nothing_counts_are_asked_for(options: list[str]) -> None:
+    """The page says that a host has a rank for each GPU or NUMA node: a file that starts one on eight GPUs is not written."""
+    result = CliRunner().invoke(app, ["launch", *options, "--dry-run", *TRAIN])
+    assert isinstance(result.exception, RequestError) and "give --gpus N, or --nproc N" in str(result.exception)
+    assert "8" in written(*options, "--gpus", "8")
+
+
+RANK = """#!/bin/bash
+words=$*
+host=${words##*--local-addr=}
+host=${host%% *}
+echo $BASHPID > "$STATE/$host.started"
+trap 'echo saved > "$STATE/$host.saved"; exit 0' TERM
+trap 'echo interrupted > "$STATE/$host.interrupted"; exit 1' INT
+ends=$(cat "$STATE/$host.ends")
+if [ -n "$ends" ]; then
+  while [ "$(ls "$STATE" | grep -c started)" -lt 2 ]; do sleep 0.02; done
+  exit "$ends"
+fi
+for (( i = 0; i < 1000; i++ )); do sleep 0.02; done
+"""
+SSH = '#!/bin/bash\nwhile [ "$1" = -o ]; do shift 2; done\nshift\nexec setsid --wait sh -c "$*"\n'
+
+
+@pytest.mark.parametrize(
+    ("ends", "nodes", "sent", "code", "saved"),
+    [
+        ({"a": "0", "b": "0"}, "2", None, 0, []),
+        ({"a": "0", "b": "7"}, "2", None, 1, []),
+        ({"a": "", "b": "7"}, "2", None, 1, ["a"]),
+        ({"a": "0", "b": "7"}, "1:2", None, 0, []),
+        ({"a": "9", "b": "7"}, "1:2", None, 1, []),
+        ({"a": "", "b": ""}, "2", signal.SIGINT, 130, ["a", "b"]),
+        ({"a": "", "b": ""}, "2", signal.SIGTERM, 130, ["a", "b"]),
+        ({"a": "", "b": ""}, "2", signal.SIGKILL, -signal.SIGKILL, ["a", "b"]),
+    ],
+)
+def test_a_written_script_ends_as_its_hosts_do(
+    ends: dict[str, str], nodes: str, sent: signal.Signals | None, code: int, saved: list[str], tmp_path: Path
+) -> None:
+    """Its exit code is 1 where too few hosts are left, and no rank outlives it: not after Ctrl-C, and not where it is killed."""
+    for name, text in (("python", RANK), ("ssh", SSH)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for host, end in ends.items():
+        (tmp_path / f"{host}.ends").write_text(end)
+    launch = Launch(
+        train=("train", "m"), hosts=("a", "b"), min_nodes=int(nodes[0]), max_nodes=2, nproc=1, python=str(tmp_path / "python")
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATE": str(tmp_path)}
+    script = tmp_path / "run.sh"
+    script.write_text(hosts.launch_script(launch))
+    # As of a terminal: Ctrl-C reaches the script and what is in its group.
+    process = subprocess.Popen(["bash", str(script)], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    if sent is not None:
+        wait_until(lambda: all((tmp_path / f"{host}.started").exists() for host in ends))
+        time.sleep(0.1)  # the ranks set their traps
+        (os.kill if sent is signal.SIGKILL else os.killpg)(process.pid, sent)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == code, words
+    wait_until(lambda: sorted(path.stem for path in tmp_path.glob("*.saved")) == saved)
+    workers = [int((tmp_path / f"{host}.started").read_text()) for host in ends]
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    assert not list(tmp_path.glob("*.interrupted"))
+    if sent is None:
+        assert all((f"{host} failed (exit code {end})" in words) == (end not in ("", "0")) for host, end in ends.items())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_ray_file_is_python() -> None:
@@ -79,7 +204,7 @@ def test_ray_file_is_python() -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    for option in (["--slurm"], KUBERNETES, ["--ray"], ["--hosts", "a,b"], ["--mpi"]):
+    for option in (["--slurm"], [*KUBERNETES, "--nproc", "1"], ["--ray", "--nproc", "1"], ["--hosts", "a,b"], ["--mpi"]):
         path = tmp_path / option[0].strip("-")
         result = CliRunner().invoke(app, ["launch", *option, "--output", str(path), *TRAIN], catch_exceptions=False)
         assert result.exit_code == 0 and "submit it with" in result.stdout

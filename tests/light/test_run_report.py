@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from upshift.debugging.finding import Finding
-from upshift.debugging.run_report import FOLDER, RankReport, Stack, current_stacks, delete_report, examine_run, report_of
+from upshift.debugging.finding import Finding, ok
+from upshift.debugging.run_report import (
+    FOLDER,
+    RankReport,
+    Stack,
+    current_stacks,
+    delete_reports,
+    examine_run,
+    leave_findings,
+    report_of,
+)
 from upshift.errors import RequestError
 
 
@@ -99,5 +108,19 @@ def test_a_report_of_this_process(tmp_path: Path) -> None:
         report_of(error, rank=0, ranks=1, kind="died", step=1, words=str(error)).write(tmp_path)
     (found,) = examine_run(tmp_path)
     assert found.subject == "run" and "planted" in found.what and "test_a_report_of_this_process" in found.evidence
-    delete_report(tmp_path, 0)
+    delete_reports(tmp_path, rank=0, ranks=1)
     assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_has_no_report_of_the_others(tmp_path: Path) -> None:
+    """Four ranks die; two go on and finish. Each of the two deletes, in any order, and neither the other's new report."""
+    for rank in range(4):
+        report(rank, "died", "JobFailed: the loss became NaN").write(tmp_path)
+        leave_findings(tmp_path, rank, [ok(f"rank {rank}", what="computed")])
+    (tmp_path / FOLDER / "rank-notes.json").write_text("a user's own")
+    delete_reports(tmp_path, rank=1, ranks=2)
+    report(1, "slow", "rank 0 holds up the others").write(tmp_path)
+    delete_reports(tmp_path, rank=0, ranks=2)
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-1.json", "rank-notes.json"]
+    (tmp_path / "upshift_run.json").write_text(json.dumps({"tokens": [1], "arguments": {"max_steps": 1}, "finished": True}))
+    assert [finding.severity for finding in examine_run(tmp_path)] == ["warning", "ok"]

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,59 @@ def test_of_everything_the_least_counts() -> None:
     assert joined.measured.exchanges["all_reduce"].bytes_per_second == 5e8
     assert joined.measured.cpu.bf16 is None
     assert joined.ranks_per_node(6) == 3
+
+
+TOLD_BY_THE_FIRST = {"torch_version", "transformers_version", "probe_seconds", "failed", "core_share"}
+
+
+def numbers_in(value: Any, path: str = "") -> dict[str, float]:
+    """Return every number of a document by its path."""
+    if isinstance(value, dict):
+        return {key: number for name, part in value.items() for key, number in numbers_in(part, f"{path}.{name}").items()}
+    return {path: value} if isinstance(value, int | float) and not isinstance(value, bool) else {}
+
+
+def test_whatever_is_measured_the_slowest_machine_counts() -> None:
+    """Every number of a measurement, CPU or GPU, in both orders of the hosts: the lowest rate, the longest time."""
+    rates = {name: 8.0 for name in Rates.model_fields}
+    links = {"all_reduce": LINK, "all_gather": LINK}
+    fast = Measured(
+        torch_version="2", transformers_version="5", num_threads=8, cpu=Rates(**rates), gpu=Rates(**rates), dispatch_seconds=1.0,
+        gpu_dispatch_seconds=1.0, host_to_device_bytes_per_second=8.0, first_touch_seconds_per_byte=1.0, exchanges=links,
+        gpu_exchanges=links, gpu_exchange_ranks=2, base_resident_bytes=1, gpu_compiler=True, compiler=True, probe_seconds=1.0,
+    )  # fmt: skip
+    document = fast.model_dump(exclude=TOLD_BY_THE_FIRST | {"gpu_exchange_ranks"})
+    for changed in numbers_in(document):
+        is_time = any(word in changed for word in ("seconds", "resident")) and "per_second" not in changed
+        slow_document = fast.model_dump()
+        *names, last = changed.strip(".").split(".")
+        place = slow_document
+        for name in names:
+            place = place[name]
+        place[last] = 2 * place[last] if is_time else place[last] / 2
+        slow = Measured.model_validate(slow_document | {"num_threads": int(slow_document["num_threads"])})
+        hosts = [describe("2xh100").changed(cpu=machine(cores=8, free=64, fp32=1.0).cpu, measured=one) for one in (fast, slow)]
+        for order in (hosts, hosts[::-1]):
+            joined = join_hosts(order, LINK).measured
+            assert joined is not None and joined == slow, changed
+    for name in ("compiler", "gpu_compiler"):
+        hosts = [machine(cores=8, free=64, fp32=1.0).changed(measured=fast.changed(**{name: value})) for value in (True, False)]
+        assert all(getattr(join_hosts(order, LINK).measured, name) is False for order in (hosts, hosts[::-1]))
+    lacking = [machine(cores=8, free=64, fp32=1.0).changed(measured=one) for one in (fast, fast.changed(gpu=None, exchanges={}))]
+    joined = join_hosts(lacking, LINK).measured
+    assert joined is not None and joined.gpu is None and joined.exchanges == {}
+
+
+def test_the_slowest_disk_and_the_smallest_gpu_count() -> None:
+    host = describe("2xh100").changed(disk_bytes_per_second=2e9)
+    assert host.gpu is not None and host.gpu.memory_bytes is not None and host.host_to_device is not None
+    slow_link = host.host_to_device.changed(bytes_per_second=1e9)
+    small_gpu = host.gpu.changed(memory_bytes=host.gpu.memory_bytes - 1, free_memory_bytes=5)
+    hosts = [host, host.changed(disk_bytes_per_second=1e9, host_to_device=slow_link, gpu=small_gpu)]
+    for order in (hosts, hosts[::-1]):
+        joined = join_hosts(order, LINK)
+        assert joined.disk_bytes_per_second == 1e9 and joined.host_to_device == slow_link
+        assert joined.gpu is not None and joined.gpu.memory_bytes == small_gpu.memory_bytes
 
 
 def test_one_machine_is_itself_and_unmeasured_rates_stay_unknown() -> None:

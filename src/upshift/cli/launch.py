@@ -66,7 +66,7 @@ Nodes = Annotated[
 Nproc = Annotated[
     int | None,
     option(
-        "--nproc", text="Ranks on each host.", panel=Panel.PLAN, metavar="N", default="one for each GPU or NUMA node, or 1",
+        "--nproc", text="Ranks on each host.", panel=Panel.PLAN, metavar="N", default="one for each GPU or NUMA node",
         least=1,
     ),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from upshift.cli import tables
-from upshift.cli.options import option
+from upshift.cli.options import LAYOUT_FLAGS, option
 from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import check_choice
@@ -26,8 +26,9 @@ Backend = Annotated[
 ]  # fmt: skip
 TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
     *AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to", "logging_steps",
-    "early_stopping_patience", "load_best", "neftune_noise_alpha", "objective",
+    "early_stopping_patience", "load_best", "neftune_noise_alpha", "objective", "trial_seconds",
 )  # fmt: skip
+NO_TRIALS = 0.0  # seconds to test plans: XLA has one plan, so that it tests none
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
 RECENT_STEPS = 10  # the time left is estimated from the mean time of so many
@@ -83,14 +84,16 @@ def _reject_torch_options(request: TrainRequest) -> None:
     defaults = {**Arguments.model_fields, **TrainRequest.model_fields}
     values = {**request.arguments.model_dump(), **dict(request)}
     for name in TORCH_ONLY:
-        if values[name] != defaults[name].default:
-            option = name.removesuffix("_file").replace("_", "-")
-            raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
+        does_nothing = name == "trial_seconds" and values[name] == NO_TRIALS
+        if values[name] != defaults[name].default and not does_nothing:
+            refused = name.removesuffix("_file").replace("_", "-")
+            raise RequestError(f"--{refused} is not for --backend xla; leave it out, or use --backend torch")
 
 
 def _reject_data_options(request: TrainRequest) -> None:
     """Raise RequestError if an option says how to read rows, and the data are sequences already."""
-    for name, value in {"eval_data": request.eval_data, **request.as_options.model_dump()}.items():
+    options = {"eval_data": request.eval_data, "sequence_length": request.sequence_length, **request.as_options.model_dump()}
+    for name, value in options.items():
         if value is not None:
             raise RequestError(
                 f"--{name.replace('_', '-')} {value} is not for TFRecord files, whose rows are tokenized; leave it out, or give "
@@ -102,7 +105,9 @@ def _read_fields(assignments: tuple[str, ...]) -> dict[str, str]:
     fields = dict(text.partition("=")[::2] for text in assignments)
     unknown = next((name for name in fields if name not in FIELDS), None)
     if unknown is not None:
-        raise RequestError(f"--set {unknown} is not for --backend xla, which knows {', '.join(FIELDS)}")
+        flag = next((name for name, layout in LAYOUT_FLAGS.items() if layout.field == unknown), None)
+        refused = f"--set {unknown}" if flag is None else f"--{flag.replace('_', '-')} (--set {unknown})"
+        raise RequestError(f"{refused} is not for --backend xla, whose --set knows {', '.join(FIELDS)}; leave it out")
     return fields
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from upshift.cli import tables
+from upshift.cli import train as train_command
 from upshift.cli.options import (
     DATA_TEXT,
     Allow,
@@ -128,7 +131,7 @@ PricePerHour = Annotated[
 Storage = Annotated[
     str | None,
     option(
-        "--storage", text="Where the study is kept: the URL of a database, or the path of a journal.", panel=Panel.SPECIAL,
+        "--storage", text="Where the study is kept: a database's URL, or the path of SQLite or a journal.", panel=Panel.SPECIAL,
         metavar="URL", default="SQLite in the output folder",
     ),
 ]  # fmt: skip
@@ -167,7 +170,19 @@ TrialSeconds = Annotated[
         metavar="SECONDS", least=0.0,
     ),
 ]  # fmt: skip
-TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_type", "global_batch", "sequence_length", "seed")
+TRAINING_OPTIONS = (  # options of this command that change a training, and that `upshift train` has, too
+    "global_batch",
+    "sequence_length",
+    "max_steps",
+    "epochs",
+    "text_column",
+    "data_format",
+    "loss_on",
+    "long_rows",
+    "seed",
+    "set_",
+    "allow",
+)
 
 
 @with_layout_flags
@@ -208,6 +223,7 @@ def command(
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
     _check_request(space, html)
+    training_options = {name: value for name, value in locals().items() if name in TRAINING_OPTIONS}
     of_data = data_options_of({**locals(), "objective": None})  # here it is what the search optimizes
     with importing():
         from upshift.tuning.tune import tune
@@ -228,7 +244,7 @@ def command(
         from upshift.tuning.report import write_study_page
 
         write_study_page(html, result)
-    _print_result(result, model, data, as_json=as_json)
+    _print_result(result, model, data, training_options, as_json=as_json)
 
 
 def _check_request(space: Path, html: Path | None) -> None:
@@ -306,10 +322,16 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _print_result(result: Any, model: str, data: str, *, as_json: bool) -> None:
+def _print_result(result: Any, model: str, data: str, options: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(result.to_json() + "\n")
         return
+    _print_best(result)
+    if result.mup_base is not None:
+        _print_transfer(result, model, data, options)
+
+
+def _print_best(result: Any) -> None:
     is_multi_objective = len(result.objectives) > 1
     tables.out.print(_table(result.best if is_multi_objective else result.best[:1]))
     states = [row.state for row in result.trials]
@@ -321,17 +343,26 @@ def _print_result(result: Any, model: str, data: str, *, as_json: bool) -> None:
     tables.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {result.storage}")
     if result.checkpoint is not None:
         tables.out.print(f"Its model is in {result.checkpoint}; optuna-dashboard {result.storage} shows the study.")
-    if result.mup_base is not None:
-        _print_transfer(result, model, data)
 
 
-def _print_transfer(result: Any, model: str, data: str) -> None:
-    """Print how to use the results for the whole model."""
-    best = result.best[0].parameters
-    flags = "".join(f" --{name.replace('_', '-')} {shown(best[name])}" for name in TRAIN_FLAGS if name in best)
-    others = ", ".join(f"{name}={shown(value)}" for name, value in best.items() if name not in TRAIN_FLAGS)
+def _print_transfer(result: Any, model: str, data: str, options: dict[str, Any]) -> None:
+    """Print how to train the whole model as the best trial trained the narrow one. ``options``: those of TRAINING_OPTIONS."""
+    values = options | result.fixed_parameters | result.best[0].parameters
+    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command.command).parameters.items()}
+    words = ["upshift", "train", model, "--data", data, "--from-config", "--mup-base", result.mup_base]
+    others = []
+    for name, value in values.items():
+        if name not in defaults:
+            others.append(f"{name}={value}")
+        elif value != defaults[name]:
+            words += _option_words(name, value)
     tables.out.print(f"{result.mup_check.words()}.")
-    command = f"upshift train {model} --data {data} --from-config --mup-base {result.mup_base}{flags}"
-    tables.out.print(f"The whole model: {command}", soft_wrap=True)
+    tables.out.print(f"The whole model: {shlex.join(words)}", soft_wrap=True)
     if others:
-        tables.out.print(f"And {others}: by upshift.train(..., arguments=) from Python.")
+        tables.out.print(f"And {', '.join(others)}: by upshift.train(..., arguments=) from Python.", soft_wrap=True)
+
+
+def _option_words(name: str, value: Any) -> list[str]:
+    """Return the words of the command line for an option. One with several values is repeated."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [word for single in values for word in (f"--{name.strip('_').replace('_', '-')}", str(single))]

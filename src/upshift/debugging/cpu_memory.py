@@ -57,7 +57,7 @@ def _numa(nodes: int | None) -> Iterator[Finding]:
             "NUMA",
             what=f"{nodes} nodes: one process over all of them reads far memory",
             evidence="/sys/devices/system/node",
-            fix=f"upshift launch --nproc {nodes} -- train ...: binds one rank to each node",
+            fix=f"upshift launch --hosts localhost --nproc {nodes} -- train ... binds one rank to each node",
         )
 
 

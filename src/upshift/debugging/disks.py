@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ LOW_FREE_BYTES = 5 * GIB
 SMALL_SHM = 1 * GIB  # docker gives 64 MiB
 FULL = 0.95  # share of the space
 NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "beegfs", "virtiofs"}
-PROBE_NAME = ".upshift_disk_probe"
+PROBE_PREFIX = ".upshift_disk_probe_"
 
 
 class Usage(NamedTuple):
@@ -76,19 +77,16 @@ def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int,
 
 def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
     """Return the bytes per second of writing to the disk, and of reading from it (None: the cache cannot be dropped)."""
-    path = folder / PROBE_NAME
     block = os.urandom(MIB)  # random bytes, because some disks do not store zeros
-    try:
+    # A name of its own: doctors on several hosts may look at one shared folder at the same time.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE_PREFIX) as file:
         start = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(num_bytes // MIB):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+        for _ in range(num_bytes // MIB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
         write = num_bytes / (time.perf_counter() - start)
-        return write, fresh_disk_rate(path)
-    finally:
-        path.unlink(missing_ok=True)
+        return write, fresh_disk_rate(Path(file.name))
 
 
 def examine_shm(folder: Path = Path("/dev/shm"), *, look: Callable[[Path], Usage] = usage) -> Iterator[Finding]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from upshift.debugging.cpu_memory import examine_cpu, examine_memory
 from upshift.debugging.disks import examine_folder, examine_shm
-from upshift.debugging.finding import Finding
+from upshift.debugging.finding import Finding, error
 from upshift.debugging.gpus import examine_gpus, examine_topology
 from upshift.debugging.plan_needs import PlanNeeds, examine_plan
 from upshift.debugging.rates import examine_rates
@@ -25,6 +25,7 @@ from upshift.debugging.software import (
     examine_threads,
     find_compilers,
 )
+from upshift.errors import UpshiftError
 from upshift.hardware.cgroup import read_text
 from upshift.hardware.detect import detect, find_nvml
 from upshift.hardware.nvml import Gpus, read_gpus
@@ -55,45 +56,70 @@ def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs:
     """
     host = detect()
     gpus = read_gpus(find_nvml(), None)
+    probe_bytes = QUICK_BYTES if quick else WHOLE_BYTES
+    needed_bytes = needs.host_bytes if needs is not None else None
     findings = [
-        *examine_gpus(gpus, psu_watts=psu_watts, process_name=process_name),
-        *examine_topology(gpus),
-        *_machine(host, output, QUICK_BYTES if quick else WHOLE_BYTES, needs.host_bytes if needs is not None else None),
-        *(examine_plan(host, needs) if needs is not None else ()),
-        *_software(host, gpus),
+        *with_failure("GPUs", examine_gpus(gpus, psu_watts=psu_watts, process_name=process_name)),
+        *with_failure("GPU topology", examine_topology(gpus)),
+        *with_failure("machine", _machine(host, output, probe_bytes, needed_bytes)),
+        *with_failure("plan", examine_plan(host, needs) if needs is not None else ()),
+        *with_failure("software", _software(host, gpus)),
     ]
+    measured_hosts: list[Host] = []
     if not quick:
-        host, rates = _rates(host)
-        findings += rates
-    return Diagnosis(host=host, findings=tuple(findings))
+        findings += with_failure("rates", _rates(host, measured_hosts.append))
+    return Diagnosis(host=measured_hosts[0] if measured_hosts else host, findings=tuple(findings))
+
+
+def with_failure(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the findings, and an error if a look fails. The findings of the other looks often name its cause."""
+    try:
+        yield from findings
+    except (UpshiftError, ImportError, OSError, ValueError) as failure:  # ValueError: a file or a variable in another form
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        yield error(
+            subject,
+            what=f"cannot be examined any further: {reason[:300]}",
+            evidence=type(failure).__name__,
+            fix="mend the errors and warnings of this list first, then: upshift doctor",
+        )
 
 
 def _machine(host: Host, output: Path, probe_bytes: int, needed_bytes: float | None) -> Iterator[Finding]:
-    yield from examine_cpu(host, ROOT)
+    yield from with_failure("CPU", examine_cpu(host, ROOT))
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield from examine_memory(host, ROOT, needed_bytes=needed_bytes, open_files=open_files)
+    yield from with_failure("memory", examine_memory(host, ROOT, needed_bytes=needed_bytes, open_files=open_files))
     cache = read_settings().cache_dir
-    yield from examine_folder(cache, purpose="cache", option="export UPSHIFT_CACHE=FOLDER", probe_bytes=probe_bytes)
-    yield from examine_folder(output, purpose="output", option="upshift train --output FOLDER", probe_bytes=probe_bytes)
-    yield from examine_shm()
+    for purpose, folder, option in (
+        ("cache", cache, "export UPSHIFT_CACHE=FOLDER"),
+        ("output", output, "upshift train --output FOLDER"),
+    ):
+        look = examine_folder(folder, purpose=purpose, option=option, probe_bytes=probe_bytes)
+        yield from with_failure(f"{purpose} folder", look)
+    yield from with_failure("/dev/shm", examine_shm())
 
 
 def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
     variables = read_library_variables()
-    ranks = read_ranks()
     built, is_known = torch_cuda()
-    yield from examine_requirements()
-    yield from examine_cuda(gpus, built, is_known, variables)
-    yield from examine_compilers(find_compilers(variables, shutil.which, _ask), gpus, built, installed_versions(LIBRARIES))
-    usable = host.cpu.usable_cores if host.cpu is not None else 1
-    yield from examine_threads(variables, usable_cores=usable, local_ranks=1 if ranks is None else ranks.local_size)
-    yield from examine_switches(variables)
-    yield from examine_allocators(variables, ROOT)
-    yield from examine_extras()
+    yield from with_failure("libraries", examine_requirements())
+    yield from with_failure("CUDA", examine_cuda(gpus, built, is_known, variables))
+    compilers = find_compilers(variables, shutil.which, _ask)
+    yield from with_failure("compiler", examine_compilers(compilers, gpus, built, installed_versions(LIBRARIES)))
+    yield from with_failure("threads", _threads(host, variables))
+    yield from with_failure("variables", examine_switches(variables))
+    yield from with_failure("allocator", examine_allocators(variables, ROOT))
+    yield from with_failure("extras", examine_extras())
 
 
-def _rates(host: Host) -> tuple[Host, list[Finding]]:
-    """Return the host with newly measured rates, and findings about them.
+def _threads(host: Host, variables: Mapping[str, str]) -> Iterator[Finding]:
+    ranks = read_ranks()
+    usable_cores = host.cpu.usable_cores if host.cpu is not None else 1
+    yield from examine_threads(variables, usable_cores=usable_cores, local_ranks=1 if ranks is None else ranks.local_size)
+
+
+def _rates(host: Host, on_measured: Callable[[Host], None]) -> Iterator[Finding]:
+    """Measure the rates of the host, pass the host with them to ``on_measured``, and yield findings about them.
 
     The rates are measured while other programs run, because their effect should show.
     """
@@ -101,7 +127,8 @@ def _rates(host: Host) -> tuple[Host, list[Finding]]:
 
     measured = probe(host)
     assert measured.measured is not None
-    return measured, list(examine_rates(measured, measured.measured))
+    on_measured(measured)
+    yield from examine_rates(measured, measured.measured)
 
 
 def process_name(pid: int) -> str | None:

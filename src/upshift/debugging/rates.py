@@ -23,7 +23,7 @@ def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
         yield warning(
             "compiler",
             what="torch.compile cannot make code for the CPU: a C++ compiler or headers are missing",
-            evidence="a compiled function was tried",
+            evidence="the compiler of torch.compile did not accept a file that includes Python.h, cmath and omp.h",
             fix="sudo apt install g++ python3-dev",
         )
     gpu = host.gpu

@@ -20,6 +20,7 @@ FOLDER = "upshift_report"  # in the output folder of the run
 MAX_FRAMES = 30  # innermost frames of a thread's stack
 AUTOPSIES = "upshift_out_of_memory.jsonl"
 RUN = "upshift_run.json"
+REPORT_PREFIX = "rank-"
 FINDINGS_PREFIX = "findings-rank-"
 
 
@@ -44,7 +45,7 @@ class RankReport(Value):
     def write(self, output: Path) -> None:
         folder = output / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"rank-{self.rank}.json", self.to_json(indent=1))
+        write_whole(folder / f"{REPORT_PREFIX}{self.rank}.json", self.to_json(indent=1))
 
 
 def report_of(
@@ -105,10 +106,12 @@ def _short_path(path: str) -> str:
     return "/".join(folders[-2:])
 
 
-def delete_report(output: Path, rank: int) -> None:
-    """Delete the files that this rank wrote in an earlier run."""
-    for name in (f"rank-{rank}.json", f"{FINDINGS_PREFIX}{rank}.json"):
-        (output / FOLDER / name).unlink(missing_ok=True)
+def delete_reports(output: Path, *, rank: int, ranks: int) -> None:
+    """Delete the files that this rank wrote in an earlier run. Rank 0 also deletes those of ranks that the run has no more."""
+    for path in (*_rank_files(output, REPORT_PREFIX), *_rank_files(output, FINDINGS_PREFIX)):
+        number = _rank_of(path)
+        if number == rank or (rank == 0 and number >= ranks):
+            path.unlink(missing_ok=True)
 
 
 def leave_findings(output: Path, rank: int, findings: list[Finding]) -> None:
@@ -121,7 +124,7 @@ def leave_findings(output: Path, rank: int, findings: list[Finding]) -> None:
 def _read_findings(output: Path) -> list[Finding]:
     """Return the findings of all ranks. For each subject only the finding of the first rank counts."""
     findings: dict[str, Finding] = {}
-    for path in sorted((output / FOLDER).glob(f"{FINDINGS_PREFIX}*.json"), key=_rank_of):
+    for path in _rank_files(output, FINDINGS_PREFIX):
         for fields in json.loads(path.read_text(encoding="utf-8")):
             finding = Finding.from_fields(fields)
             findings.setdefault(finding.subject, finding)
@@ -133,13 +136,19 @@ def examine_run(output: Path) -> list[Finding]:
     if not output.is_dir():
         raise RequestError(f"{output} is not a folder; give the output folder of a run, which has {RUN}")
     run = _parse_object(_read_text(output / RUN))
-    reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
+    reports = [RankReport.from_file(path) for path in _rank_files(output, REPORT_PREFIX)]
     autopsies = _read_text(output / AUTOPSIES).splitlines()
     stored = _read_findings(output)
     if run is None and not reports and not autopsies and not stored:
         raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
     findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies), *stored]
     return findings + list(_ending(run, reports, output))
+
+
+def _rank_files(output: Path, prefix: str) -> list[Path]:
+    """Return the files of this prefix by rank."""
+    paths = (output / FOLDER).glob(f"{prefix}*.json")
+    return sorted((path for path in paths if path.stem.removeprefix(prefix).isdecimal()), key=_rank_of)
 
 
 def _rank_of(path: Path) -> int:
@@ -203,7 +212,7 @@ def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
             what=f"every rank that left a report waits, in step {stalled[0].step}",
             evidence=waits,
             cause=message or None,
-            fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
+            fix="upshift doctor --network --hosts A,B on each of the same hosts; export NCCL_DEBUG=INFO; then --resume",
         )
     for report in reports:
         if report.kind == "slow":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from upshift.errors import RequestError
 from upshift.hardware.catalog.interconnect import gpu_link
 from upshift.hardware.cgroup import read_text
-from upshift.hardware.spec import Cpu, Gpu, Host, Isa, Link, Measured
+from upshift.hardware.spec import Cpu, Exchange, Gpu, Host, Isa, Link, Measured, Rates
 from upshift.units import MIB
 from upshift.value import Value
 
@@ -24,6 +24,12 @@ Number = TypeVar("Number", int, float)
 LINK_BYTES = 4 * MIB
 SMALL_BYTES = 1024
 REPEATS = 3
+LARGEST_COUNTS = (  # fields of Measured whose largest value counts: times, and the memory of a process
+    "dispatch_seconds",
+    "gpu_dispatch_seconds",
+    "first_touch_seconds_per_byte",
+    "base_resident_bytes",
+)
 
 
 def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
@@ -38,14 +44,16 @@ def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
     if len(gpus) > 1 or any(host.mixed_gpus for host in hosts):
         names = {f"{host.gpus_per_node} x {host.gpu.name if host.gpu else 'mixed GPUs'}" for host in hosts}
         raise RequestError(f"these hosts have different devices ({', '.join(sorted(names))}); start a job on hosts of one kind")
-    free = [host.gpu.free_memory_bytes for host in hosts if host.gpu is not None]
     cpus = [host.cpu for host in hosts if host.cpu is not None]
     return first.changed(
         name=f"{len(hosts)} hosts",
         num_nodes=len(hosts),
         cpu=_weakest_cpu(cpus) if len(cpus) == len(hosts) else None,
-        gpu=first.gpu.changed(free_memory_bytes=_minimum(free)) if first.gpu is not None else None,
+        gpu=_smallest_gpu([host.gpu for host in hosts if host.gpu is not None]),
+        intra_node=_link_of_all([host.intra_node for host in hosts]),
         inter_node=link,
+        host_to_device=_link_of_all([host.host_to_device for host in hosts]),
+        disk_bytes_per_second=_minimum([host.disk_bytes_per_second for host in hosts]),
         measured=_slowest_measured([host.measured for host in hosts]),
         origin=first.origin | {"num_nodes": "the launcher", "inter_node": "measured" if link else "unknown: not measured"},
     )
@@ -142,6 +150,28 @@ def _minimum(values: Sequence[Number | None]) -> Number | None:
     return min(known_values) if known_values and len(known_values) == len(values) else None
 
 
+def _maximum(values: Sequence[Number | None]) -> Number | None:
+    """Return the largest value, or None (unknown) if a value is unknown."""
+    known_values = [value for value in values if value is not None]
+    return max(known_values) if known_values and len(known_values) == len(values) else None
+
+
+def _smallest_gpu(gpus: Sequence[Gpu]) -> Gpu | None:
+    """Return the GPU that all machines have, with the smallest memory; None if they have none."""
+    if not gpus:
+        return None
+    return gpus[0].changed(
+        memory_bytes=_minimum([gpu.memory_bytes for gpu in gpus]),
+        free_memory_bytes=_minimum([gpu.free_memory_bytes for gpu in gpus]),
+    )
+
+
+def _link_of_all(links: Sequence[Link | None]) -> Link | None:
+    """Return the slowest link, or None (unknown) if a machine's link is unknown."""
+    known_links = [link for link in links if link is not None]
+    return _slowest_link(known_links) if len(known_links) == len(links) else None
+
+
 def _weakest_cpu(cpus: Sequence[Cpu]) -> Cpu:
     """Return a Cpu with the smallest amounts of all, and with the instructions that all have."""
     first = cpus[0]
@@ -162,17 +192,48 @@ def _weakest_cpu(cpus: Sequence[Cpu]) -> Cpu:
 
 
 def _slowest_measured(measurements: Sequence[Measured | None]) -> Measured | None:
-    """Return the rates of the slowest machine, and the times and sizes of the first one. None if a machine was not measured."""
+    """Return the lowest rates, the longest times and the largest process of all machines. None if a machine was not measured.
+
+    A rate, a time or an exchange that one machine lacks is unknown. The versions, and how the probe went, are the first one's."""
     all_measured = [measured for measured in measurements if measured is not None]
     if len(all_measured) < len(measurements):
         return None
     first = all_measured[0]
-    names = type(first.cpu).model_fields
-    rates = {name: _minimum([getattr(measured.cpu, name) for measured in all_measured]) for name in names}
-    exchanges = {
-        name: min((measured.exchanges[name] for measured in all_measured), key=lambda link: link.bytes_per_second)
-        for name in first.exchanges
-        if all(name in measured.exchanges for measured in all_measured)
-    }
-    threads = min(measured.num_threads for measured in all_measured)
-    return first.changed(cpu=first.cpu.changed(**rates), exchanges=exchanges, num_threads=threads)
+    longest_times = {name: _maximum([getattr(measured, name) for measured in all_measured]) for name in LARGEST_COUNTS}
+    compilers = {name: _of_all([getattr(measured, name) for measured in all_measured]) for name in ("compiler", "gpu_compiler")}
+    gpu_rates = [measured.gpu for measured in all_measured if measured.gpu is not None]
+    has_equal_groups = len({measured.gpu_exchange_ranks for measured in all_measured}) == 1
+    return first.changed(
+        num_threads=min(measured.num_threads for measured in all_measured),
+        cpu=_lowest_rates([measured.cpu for measured in all_measured]),
+        gpu=_lowest_rates(gpu_rates) if len(gpu_rates) == len(all_measured) else None,
+        host_to_device_bytes_per_second=_minimum([measured.host_to_device_bytes_per_second for measured in all_measured]),
+        exchanges=_slowest_exchanges([measured.exchanges for measured in all_measured]),
+        gpu_exchanges=_slowest_exchanges([measured.gpu_exchanges for measured in all_measured]) if has_equal_groups else {},
+        gpu_exchange_ranks=first.gpu_exchange_ranks if has_equal_groups else None,
+        **longest_times,
+        **compilers,
+    )
+
+
+def _lowest_rates(rates: Sequence[Rates]) -> Rates:
+    return rates[0].changed(**{name: _minimum([getattr(rate, name) for rate in rates]) for name in type(rates[0]).model_fields})
+
+
+def _slowest_exchanges(exchanges: Sequence[Mapping[Exchange, Link]]) -> dict[Exchange, Link]:
+    """Return the slowest link of each operation that all machines have measured."""
+    shared = [name for name in exchanges[0] if all(name in links for links in exchanges)]
+    return {name: _slowest_link([links[name] for links in exchanges]) for name in shared}
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    """Return the link of the lowest rate, with the longest latency of all."""
+    slowest = min(links, key=lambda link: (link.bytes_per_second, link.name))
+    return slowest.changed(latency_seconds=_maximum([link.latency_seconds for link in links]))
+
+
+def _of_all(answers: Sequence[bool | None]) -> bool | None:
+    """Return whether all answers are True; None if one is unknown and none is False."""
+    if False in answers:
+        return False
+    return None if None in answers else True

@@ -20,7 +20,7 @@ from upshift.launching.torchrun import SAVE_SECONDS, host_script
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 # The end of standard input tells a host that its ssh, or this process, is gone; it then ends the processes that it started. The
 # braces make the shell read the whole script, which comes from the same input, before it runs any of it.
-WITH_LIFELINE = "{{\nexec 3<&0 </dev/null\n{{ cat <&3 >/dev/null 2>&1; kill -TERM 0; }} &\n{script}}}\n"
+WITH_LIFELINE = "{{\nexec 3<&0 </dev/null\n{{ cat; kill -TERM 0; }} <&3 >/dev/null 2>&1 &\n{script}}}\n"
 STOP_SECONDS = SAVE_SECONDS + 10.0  # for torchrun to end after its ranks
 POLL_SECONDS = 0.2
 
@@ -29,17 +29,81 @@ def is_this_machine(host: str) -> bool:
     return host in LOOPBACK or host == socket.gethostname()
 
 
+# The functions of a script, which does what ``run`` does. A host's lifeline is the script's end of a pipe to the host's shell.
+FUNCTIONS = """
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+names=()
+pids=()
+lifelines=()
+failed=0
+
+start() {  # NAME SHELL...: run the script of standard input there, in a process group that Ctrl-C does not reach
+  local name=$1 pipe="$folder/${#names[@]}" lifeline
+  shift
+  mkfifo "$pipe"
+  set -m
+  (
+    for lifeline in "${lifelines[@]}"; do exec {lifeline}>&-; done
+    exec "$@" <"$pipe"
+  ) &
+  set +m
+  names+=("$name")
+  pids+=($!)
+  exec {lifeline}<>"$pipe"
+  lifelines+=("$lifeline")
+  cat >&"$lifeline"
+}
+
+stop() {  # let the ranks save, and kill what has not ended by the deadline
+  local lifeline pid deadline=$((SECONDS + STOP_SECONDS))
+  trap '' INT TERM HUP
+  for lifeline in "${lifelines[@]}"; do exec {lifeline}>&-; done
+  for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null && [ "$SECONDS" -lt "$deadline" ]; do sleep POLL_SECONDS; done
+    kill -KILL -- "-$pid" 2>/dev/null
+  done
+}
+
+wait_for_hosts() {  # MIN_NODES: until all have ended, or fewer than MIN_NODES are left
+  local number code
+  while [ "${#pids[@]}" -gt 0 ]; do
+    sleep POLL_SECONDS
+    for number in "${!pids[@]}"; do
+      if kill -0 "${pids[number]}" 2>/dev/null; then continue; fi
+      wait "${pids[number]}"
+      code=$?
+      unset "pids[number]"
+      if [ "$code" -eq 0 ]; then continue; fi
+      failed=$((failed + 1))
+      echo "${names[number]} failed (exit code $code)" >&2
+    done
+    if [ "$failed" -gt 0 ] && [ $((${#names[@]} - failed)) -lt "$1" ]; then
+      stop
+      echo "RESUME_HINT" >&2
+      exit 1
+    fi
+  done
+}
+
+trap 'stop; exit 130' INT TERM HUP
+"""
+
+
 def launch_script(launch: Launch) -> str:
     """Return a shell script that does the same as ``run``."""
+    functions = FUNCTIONS.replace("STOP_SECONDS", f"{STOP_SECONDS:.0f}").replace("POLL_SECONDS", str(POLL_SECONDS))
     lines = [
         "#!/bin/bash",
         "# Written by `upshift launch --hosts`: one torchrun a host; they meet on the first, and start again together when a",
         "# rank dies. Interpreter, folder, model and data have the same paths on all hosts.",
+        functions.replace("RESUME_HINT", RESUME_HINT),
     ]
     for number, host in enumerate(launch.hosts):
-        shell = "bash -s" if is_this_machine(host) else f"{shlex.join((*SSH, host))} bash -s"
-        lines += ["", f"{shell} <<'END' &", host_script(launch, number) + "END"]
-    return "\n".join([*lines, "", "wait"]) + "\n"
+        shell = "bash -s" if is_this_machine(host) else f"{shlex.join((*SSH, host))} 'bash -s'"
+        script = WITH_LIFELINE.format(script=host_script(launch, number))
+        lines += [f"start {shlex.quote(host)} {shell} <<'END'", f"{script}END", ""]
+    return "\n".join([*lines, f"wait_for_hosts {launch.min_nodes}"]) + "\n"
 
 
 def run(launch: Launch) -> None:

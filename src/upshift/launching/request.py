@@ -33,7 +33,7 @@ class Launch(Value):
     hosts: tuple[str, ...] = ()
     min_nodes: int = 1
     max_nodes: int = 1
-    nproc: int | None = None  # ranks of a host; None: one for each GPU, or for each NUMA node
+    nproc: int | None = None  # ranks of a host; None: one for each of gpus, or else the host counts its GPUs or NUMA nodes
     cpus: int | None = None  # of a host, as are the next two
     memory: str | None = None  # as Kubernetes writes it: 64Gi
     gpus: int = 0
@@ -97,8 +97,15 @@ class Launch(Value):
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the ranks of a host that cannot be examined: the requested number, or one for each GPU, or one."""
-        return self.nproc or self.gpus or 1
+        """Return the ranks of a host that cannot be examined: the requested number, or one for each GPU.
+
+        Raise RequestError if neither is given."""
+        if self.nproc is None and not self.gpus:
+            raise RequestError(
+                "--kubernetes and --ray cannot count the GPUs or the NUMA nodes of a host; give --gpus N, or --nproc N with the "
+                "ranks of each host, such as --nproc 1"
+            )
+        return self.nproc or self.gpus
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -219,13 +219,18 @@ class ModelSource(Value):
     @property
     def model_hash(self) -> str:
         """Return a short, stable hash of everything in the config that can change the computation."""
+        return hashlib.sha256(json.dumps(self.config_identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def config_identity(self) -> dict[str, Any]:
+        """Return everything in the config, and in that of an adapter, that can change the computation."""
         cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
         relevant = {key: value for key, value in self.config.items() if key not in cosmetic}
         relevant["architectures"] = self.config.get("architectures")
         if self.adapter is not None or self.frozen is not None:
             relevant = {"config": relevant, "adapter": self.adapter, "frozen": self.frozen}
             relevant["base"] = [self.base_dtype, self.quantized_from]
-        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+        return relevant
 
     @property
     def hf_config(self) -> PretrainedConfig:

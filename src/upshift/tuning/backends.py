@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from upshift.errors import RequestError
 from upshift.tuning.space import Choices, Range, Space
 
+Parameter = TypeVar("Parameter", Range, Choices)
 SpaceOf = Callable[[Any], dict[str, Any]]
 
 
@@ -88,7 +89,16 @@ def _whole_log(low: int, high: int, spec: Any = None) -> int:
     return min(max(drawn, low), high)
 
 
-KINDS = ("uniform", "log_uniform_values", "int_uniform", "q_log_uniform_values", "constant", "categorical")
+KEYS_OF_KINDS = {  # a parameter's keys beside distribution, by its distribution
+    "uniform": ("min", "max"),
+    "log_uniform_values": ("min", "max"),
+    "int_uniform": ("min", "max"),
+    "q_log_uniform_values": ("min", "max", "q"),
+    "constant": ("value",),
+    "categorical": ("values",),
+}
+SWEEP_KEYS = ("method", "metric", "parameters")
+METRIC_KEYS = ("name", "goal")  # name: what the objective of the call computes
 
 
 def wandb_parameters(space: Space) -> dict[str, Any]:
@@ -107,20 +117,77 @@ def _parameter(parameter: Range | Choices) -> dict[str, Any]:
 
 
 def space_of_sweep(sweep: dict[str, Any]) -> Space:
-    """Return the space of a sweep's configuration. Raise RequestError for a distribution that other backends lack."""
+    """Return the space of a sweep's configuration.
+
+    Raise RequestError for a distribution that other backends lack, and for an entry that would have no effect."""
     return Space(parameters={name: _read(name, entry) for name, entry in sweep.get("parameters", {}).items()})
 
 
-def _read(name: str, entry: dict[str, Any]) -> Range | Choices:
-    if "values" in entry or "value" in entry:
-        return Choices(choices=tuple(entry.get("values", [entry.get("value")])))
-    kind = entry.get("distribution")
-    if kind is None and {"min", "max"} <= entry.keys():  # wandb's own default
-        kind = "int_uniform" if all(isinstance(entry[end], int) for end in ("min", "max")) else "uniform"
-    if kind == "q_log_uniform_values" and entry.get("q", 1) == 1:
-        return Range(low=int(entry["min"] + 0.5), high=int(entry["max"] - 0.5), log=True)
-    if kind in ("uniform", "log_uniform_values"):
-        return Range(low=float(entry["min"]), high=float(entry["max"]), log=kind != "uniform")
+def check_sweep(sweep: dict[str, Any], directions: Sequence[str]) -> None:
+    """Raise RequestError for an entry of a sweep, beside its parameters, that has no effect here or contradicts the call."""
+    for origin, entry, keys in (("the sweep", sweep, SWEEP_KEYS), ("the sweep's metric", sweep.get("metric", {}), METRIC_KEYS)):
+        unused = next((key for key in entry if key not in keys), None)
+        if unused is not None:
+            hint = "; give pruner=" if unused == "early_terminate" else "; give n_trials=" if unused == "run_cap" else ""
+            raise RequestError(f"{origin} has {unused!r}, which is not used here{hint}; leave it out")
+    goal = sweep.get("metric", {}).get("goal")
+    if goal is not None and [goal] != list(directions):
+        raise RequestError(f"the sweep's metric has goal {goal!r}, and direction is {', '.join(directions)}; use the same")
+
+
+def _read(name: str, entry: Any) -> Range | Choices:
+    origin = f"the sweep's {name}"
+    if not isinstance(entry, dict):
+        raise RequestError(
+            f"{origin} is {entry!r}; write {{'value': {entry!r}}}, {{'values': [...]}} or {{'min': ..., 'max': ...}}"
+        )
+    kind = _kind(entry)
+    if kind not in KEYS_OF_KINDS:
+        raise RequestError(f"{origin} has distribution {kind!r}; use one of {', '.join(KEYS_OF_KINDS)}")
+    keys = KEYS_OF_KINDS[kind]
+    unused = next((key for key in entry if key not in ("distribution", *keys)), None)
+    missing = next((key for key in keys if key not in entry and key != "q"), None)
+    if unused is not None:
+        raise RequestError(f"{origin} has {unused!r}, which is not used here; leave it out")
+    if missing is not None:
+        raise RequestError(f"{origin} has distribution {kind!r} and no {missing!r}; give {' and '.join(keys)}")
+    if kind in ("constant", "categorical"):
+        values = [entry["value"]] if kind == "constant" else entry["values"]
+        return _checked(Choices, {"choices": values}, origin)
+    return _read_range(origin, kind, entry)
+
+
+def _checked(kind: type[Parameter], fields: dict[str, Any], origin: str) -> Parameter:
+    try:
+        return kind.from_fields(fields)
+    except RequestError as error:
+        raise RequestError(f"{origin}: {error}") from None
+
+
+def _kind(entry: dict[str, Any]) -> str | None:
+    """Return the distribution of a parameter: the one that it names, or else the one that wandb takes by default."""
+    if "distribution" in entry:
+        return str(entry["distribution"])
+    if "values" in entry:
+        return "categorical"
+    if "value" in entry:
+        return "constant"
+    are_whole = all(type(entry.get(end, 0)) is int for end in ("min", "max"))
+    return "int_uniform" if are_whole else "uniform"
+
+
+def _read_range(origin: str, kind: str, entry: dict[str, Any]) -> Range:
+    low = entry["min"]
+    high = entry["max"]
+    if any(isinstance(end, bool) or not isinstance(end, int | float) for end in (low, high)):
+        raise RequestError(f"{origin} is of {low!r} to {high!r}; write numbers such as 1.0e-4")
+    if kind == "q_log_uniform_values":
+        if entry.get("q", 1) != 1:
+            raise RequestError(f"{origin} has q {entry['q']!r}; only 1 is possible here, for whole numbers")
+        return _checked(Range, {"low": int(low + 0.5), "high": int(high - 0.5), "log": True}, origin)
     if kind == "int_uniform":
-        return Range(low=int(entry["min"]), high=int(entry["max"]))
-    raise RequestError(f"the sweep's {name} has distribution {kind!r}; use one of {', '.join(KINDS)}")
+        if low != int(low) or high != int(high):
+            raise RequestError(f"{origin} has distribution 'int_uniform' and ends {low} and {high}; give whole numbers")
+        return _checked(Range, {"low": int(low), "high": int(high)}, origin)
+    is_log = kind == "log_uniform_values"
+    return _checked(Range, {"low": float(low), "high": float(high), "log": is_log}, origin)

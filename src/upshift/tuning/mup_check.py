@@ -9,6 +9,7 @@ D.1). It runs in its own process.
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -54,14 +55,22 @@ def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
     config = source.hf_config
     fields = scaled_widths(config, width)
     check_base(source, base_text(fields))
-    if (folder / "config.json").exists() and read_widths(find_model(str(folder)).hf_config) != fields:
+    narrow = narrow_config(config, fields)
+    if (folder / "config.json").exists() and find_model(str(folder)).config_identity != _saved_identity(narrow):
         raise RequestError(f"{folder} is another model than {source.reference} of --mup-width {width}; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
-    narrow_config(config, fields).save_pretrained(folder)
+    narrow.save_pretrained(folder)
     for path in [] if source.directory is None else source.directory.iterdir():
         if path.suffix in OF_TOKENIZER and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     return folder
+
+
+def _saved_identity(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what identifies a config when it is saved. Saving leaves out defaults."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return find_model(folder).config_identity
 
 
 def scaled_widths(config: PretrainedConfig, width: int) -> dict[str, int]:

@@ -34,6 +34,8 @@ DRIVERS = {  # packages by SQLAlchemy's names of the drivers
     "pymysql": "PyMySQL",
     "mysqlconnector": "mysql-connector-python",
 }
+SQLITE_MAGIC = b"SQLite format 3\0"  # https://www.sqlite.org/fileformat.html, section 1.3
+JOURNAL_START = b'{"op_code":'  # of each line that Optuna writes; another process may be writing the first one
 FORMS = "sqlite:///PATH, postgresql://USER:PASSWORD@HOST/NAME, mysql://USER:PASSWORD@HOST/NAME, or the path of a journal"
 
 
@@ -46,29 +48,56 @@ def ignore_experimental_warnings() -> Iterator[None]:
 
 
 def open_storage(storage: Any, folder: Path) -> optuna.storages.BaseStorage:
-    """Return the storage: Optuna's own, of a database URL or a journal's path, or None for SQLite in the folder.
+    """Return the storage: Optuna's own, of a database URL, or of a path, which is SQLite's or a journal's; None: in the folder.
 
     Raise RequestError for a storage in memory, and for one that cannot be opened."""
     if isinstance(storage, optuna.storages.InMemoryStorage):
         raise RequestError("a storage in memory is not seen by the trials' processes; leave storage out, or give a database URL")
     if isinstance(storage, optuna.storages.BaseStorage):
         return storage
-    if storage is not None and "://" not in storage:
-        Path(storage).parent.mkdir(parents=True, exist_ok=True)
-        return open_journal(storage)
     if storage is None:
         folder.mkdir(parents=True, exist_ok=True)
-    return open_database(storage or folder_url(folder))
+        return open_database(folder_url(folder))
+    url = database_url(storage)
+    return open_database(url) if "://" in url else open_journal(url)
 
 
 def folder_url(folder: Path) -> str:
     return f"sqlite:///{folder / FILE}"
 
 
+def database_url(storage: str) -> str:
+    """Return the URL of a path that is SQLite's file. Return a URL, and the path of another file, as it is."""
+    if "://" in storage:
+        return storage
+    is_sqlite = _first_bytes(Path(storage), len(SQLITE_MAGIC)) == SQLITE_MAGIC
+    return f"sqlite:///{storage}" if is_sqlite else storage
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file: none if it cannot be read. Who opens it then makes it, or says why it cannot."""
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
+
+
 def open_journal(path: str) -> optuna.storages.BaseStorage:
+    """Open a journal, and make it if there is none. Raise RequestError for a folder and for a file of another kind."""
     from optuna.storages.journal import JournalFileBackend
 
-    return optuna.storages.JournalStorage(JournalFileBackend(path))
+    if Path(path).is_dir():
+        raise RequestError(f"storage {path} is a folder; give a file, such as {Path(path) / FILE}, or one of {FORMS}")
+    try:
+        if not JOURNAL_START.startswith(_first_bytes(Path(path), len(JOURNAL_START))):
+            raise ValueError(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(path))
+    except OSError as error:
+        raise RequestError(f"storage {path} cannot be opened: {error.strerror or error}; write {FORMS}") from None
+    except (ValueError, LookupError, TypeError):  # Optuna reads lines of JSON with keys of its own, and does not check them
+        raise RequestError(f"storage {path} is neither SQLite nor a journal of Optuna; write {FORMS}") from None
 
 
 def open_database(url: str) -> optuna.storages.BaseStorage:
@@ -172,8 +201,9 @@ def _studies(source: str) -> list[optuna.Study]:
 
 
 def _earlier_storage(source: str) -> optuna.storages.BaseStorage:
-    if "://" in source:
-        return open_database(source)
+    url = database_url(source)
+    if "://" in url:
+        return open_database(url)
     path = Path(source)
     if path.is_file():
         return open_journal(source)

@@ -155,10 +155,19 @@ def check_identity(study: optuna.Study, identity: dict[str, Any], *, alternative
     if stored is None:
         study.set_user_attr(IDENTITY, current)
     elif stored != current:
-        key = next(key for key in current if stored.get(key) != current[key])
+        path, stored_value, value = _first_difference(stored, current)
         raise RequestError(
-            f"the study {study.study_name!r} has {key} {stored.get(key)!r}, not {current[key]!r}; use the same, or {alternative}"
+            f"the study {study.study_name!r} has {' '.join(path)} {stored_value!r}, not {value!r}; use the same, or {alternative}"
         )
+
+
+def _first_difference(stored: Any, current: Any) -> tuple[tuple[str, ...], Any, Any]:
+    """Return the names down to the first entry in which two JSON documents differ, and its values. A missing one is None."""
+    if not isinstance(stored, dict) or not isinstance(current, dict):
+        return (), stored, current
+    name = next(name for name in (*current, *stored) if stored.get(name) != current.get(name))
+    path, stored_value, value = _first_difference(stored.get(name), current.get(name))
+    return (name, *path), stored_value, value
 
 
 def run_study(

@@ -15,7 +15,7 @@ from transformers.trainer_utils import BestRun, default_hp_space_optuna, default
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ChildExit, ForkServer, fork_server
-from upshift.tuning.backends import native_space, space_of_sweep
+from upshift.tuning.backends import check_sweep, native_space, space_of_sweep
 from upshift.tuning.jobs import ServerPool
 from upshift.tuning.space import Space
 from upshift.tuning.storage import ignore_experimental_warnings, open_storage
@@ -50,7 +50,7 @@ def search(
         raise RequestError("backend='wandb' makes each trial a run of wandb's; add report_to=['wandb'] to the arguments")
     optimize_options = {name: options.pop(name) for name in OPTIMIZE_OPTIONS if name in options}
     if backend == "wandb":
-        space, options = _read_sweep(space, options)
+        space, options = _read_sweep(space, options, directions)
     draw_space = native_space("optuna", space) or default_hp_space_optuna
     recipe = TrainerRecipe.of(trainer, draw_space, objective, hp_name)
     recipe.pickled()  # an object that cannot be pickled fails the call, and not each trial
@@ -107,13 +107,15 @@ def _describe_objective(objective: Callable[..., Any]) -> str:
     return f"{getattr(objective, '__qualname__', type(objective).__qualname__)}({', '.join(strings)})"
 
 
-def _read_sweep(space: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:
+def _read_sweep(space: Any, options: dict[str, Any], directions: Sequence[str]) -> tuple[Space, dict[str, Any]]:
     """Return (the space of a sweep, options with the sampler of its method).
 
     The values are drawn here, without a server of wandb. Each trial is a run of wandb, online or offline by WANDB_MODE."""
     if isinstance(space, Space):
         return space, options
     config = (space or default_hp_space_wandb)(None)
+    if space is not None:  # the goal of transformers' own sweep is always minimize
+        check_sweep(config, directions)
     method = config.get("method", "random")
     if method not in SAMPLERS:
         raise RequestError(f"the sweep's method {method!r} is not one of {', '.join(SAMPLERS)}")

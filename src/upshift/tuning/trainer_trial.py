@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.pruners import BasePruner
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveStrategy
 
@@ -108,15 +109,29 @@ class TrainerRecipe:
 
 
 class EvaluateAtDecisions(TrainerCallback):
-    """A callback that skips evaluations, except where the study's pruner decides, and the last one."""
+    """A callback that skips evaluations, except where the study's pruner decides, and the last one.
 
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        self._decision_steps = steps
+    It skips none if the choice of the best checkpoint, or the schedule, reads evaluations.
+
+    ``pruner``: None for several objectives, of which Optuna prunes no trial."""
+
+    def __init__(self, pruner: BasePruner | None) -> None:
+        self._pruner = pruner
+        self._skips = False
+        self._decision_steps: tuple[int, ...] = ()
         self._previous_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Find the decision steps: the trial's values are set only now, and the steps of a run of epochs are counted."""
+        chooses_checkpoint = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        is_read = chooses_checkpoint or args.lr_scheduler_type in BY_EVALUATIONS
+        self._skips = args.eval_strategy == IntervalStrategy.STEPS and not is_read
+        self._decision_steps = () if self._pruner is None else decision_steps(self._pruner, state.max_steps)
+        self._previous_step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step = state.global_step
-        if control.should_evaluate:
+        if self._skips and control.should_evaluate:
             is_last = step + state.eval_steps > state.max_steps
             is_decision = crosses_decision_step(self._decision_steps, previous_step=self._previous_step, step=step)
             control.should_evaluate = is_last or is_decision
@@ -124,16 +139,9 @@ class EvaluateAtDecisions(TrainerCallback):
 
 
 def skip_unread_evaluations(trainer: Any, study: optuna.Study) -> None:
-    """Add ``EvaluateAtDecisions`` if only the study reads evaluations.
-
-    Other callbacks, the choice of the best checkpoint, and some schedules read them, too."""
-    args = trainer.args
-    chooses_checkpoint = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if args.eval_strategy != IntervalStrategy.STEPS or chooses_checkpoint or args.lr_scheduler_type in BY_EVALUATIONS:
-        return
+    """Add ``EvaluateAtDecisions`` if no callback of the user, or of a tracker, reads evaluations."""
     if all(isinstance(callback, DEFAULT_CALLBACKS) for callback in trainer.callback_handler.callbacks):
-        steps = () if len(study.directions) > 1 else decision_steps(study.pruner, args.max_steps)
-        trainer.add_callback(EvaluateAtDecisions(steps))
+        trainer.add_callback(EvaluateAtDecisions(study.pruner if len(study.directions) == 1 else None))
 
 
 def main(path: Path, answer: Callable[[Value], None]) -> None:

@@ -24,8 +24,8 @@ from upshift.tuning.backends import draw_values, optuna_distributions
 from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
-from upshift.tuning.space import NOT_OF_TRIALS, Choices, Space, make_space, read_space
-from upshift.tuning.storage import enqueue_warm_start, folder_url, hide_password
+from upshift.tuning.space import NOT_OF_TRIALS, RUN_FIELDS, Choices, Space, make_space, read_space
+from upshift.tuning.storage import database_url, enqueue_warm_start, folder_url, hide_password
 from upshift.tuning.study import EVALUATIONS, StudyTrial, decision_steps, open_study, reason_of, run_study
 from upshift.value import Value
 
@@ -53,6 +53,7 @@ class TuneResult(Value):
     objectives: dict[str, Direction] = Field(description="direction by name")
     best: tuple[TrialRow, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
     trials: tuple[TrialRow, ...]
+    fixed_parameters: dict[str, Any] = Field({}, description="of all trials: those of which the space has a single value")
     seconds: float = Field(description="of this call")
     price_per_hour: float | None = Field(None, description="of the machine; this call cost it for its seconds")
     checkpoint: str | None = Field(None, description="of the first of the best")
@@ -149,6 +150,8 @@ def tune(
     training_options: dict[str, Any] = dict(options)
     search_options = {name: training_options.pop(name) for name in SearchOptions.__annotations__ if name in training_options}
     objective_names = tuple(search_options.pop("objective", ("eval_loss",)))
+    if search_options.get("storage") is not None:
+        search_options["storage"] = database_url(str(search_options["storage"]))
     search_options["warm_start"] = tuple(search_options.get("warm_start", ()))
     request = TuneRequest(
         model=model,
@@ -182,7 +185,7 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
         pruner=request.pruner,
         evaluations=request.evaluations,
         seed=request.seed,
-        identity=_identity(request, model),
+        identity=_identity(request),
     )
     claim_folder(request.output, owner, study)
     mup_check = None if model == request.model else check_transfer(study, model, request.model)
@@ -229,10 +232,25 @@ def _training_request(request: TuneRequest) -> TrainRequest:
                 f"{name} is not for the trials of a search, which end and are judged as --pruner says; leave it out"
             )
     training = TrainRequest.of({**request.options, "model": request.model, "data": request.data}, request.arguments)
+    _check_fixed_or_searched(request.space, training, request.arguments)
     adapted = training.changed(lora_rank=1) if "lora_rank" in request.space.parameters else training
     check_module_names(adapted.source(), adapted)
     RunNumbers.from_fields({name: request.options[name] for name in RunNumbers.model_fields if name in request.options})
     return training
+
+
+def _check_fixed_or_searched(space: Space, training: TrainRequest, arguments: dict[str, Any]) -> None:
+    """Raise RequestError for a value that would be ignored: one that is fixed and searched, or epochs beside max_steps.
+
+    The seed of the search is that of the trials only if the space has none."""
+    defaults = TrainRequest.model_fields
+    fixed = {name: value for name in RUN_FIELDS if (value := getattr(training, name)) != defaults[name].default}
+    fixed |= {name: value for name, value in arguments.items() if name != "seed"}
+    for name, value in fixed.items():
+        if name in space.parameters:
+            raise RequestError(f"{name} is {value} for all trials, and the space has values for it; leave one of them out")
+    if "epochs" in space.parameters and ("max_steps" in fixed or "max_steps" in space.parameters):
+        raise RequestError("epochs of the space would have no effect, because max_steps replaces it; leave one of them out")
 
 
 def _budget_seconds(request: TuneRequest) -> float | None:
@@ -263,12 +281,18 @@ def _check_lengths(model: str, space: Space, sequence_length: int | None) -> Non
         sequence_length_of(source, length)
 
 
-def _identity(request: TuneRequest, model: str) -> dict[str, Any]:
-    """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ."""
+def _identity(request: TuneRequest) -> dict[str, Any]:
+    """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ.
+
+    The config of the model is one of them, because another model may have come to its path. The pruner compares trials by the
+    numbers of their evaluations, which mean other steps if a trial has another number of them."""
     options = {name: value for name, value in request.options.items() if name != "trial_seconds"}
     return {
-        "model": model,
+        "model": request.model,
+        "config": find_model(request.model).config_identity,
+        "mup_width": request.mup_width,
         "data": request.data,
+        "evaluations": request.evaluations,
         "space": request.space.model_dump(),
         "arguments": request.arguments,
         "request": options,
@@ -301,6 +325,7 @@ def read_results(study: optuna.Study, request: TuneRequest, runner: TrialRunner,
         objectives={objective.name: objective.direction for objective in request.objectives},
         best=tuple(best),
         trials=tuple(rows.values()),
+        fixed_parameters=request.space.fixed,
         seconds=seconds,
         checkpoint=str(checkpoint) if checkpoint.is_dir() else None,
     )

@@ -38,11 +38,12 @@ def rows(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
 
 
-def make_trainer(output: Path, report_to: list[str], *, population: bool = False) -> Trainer:
+def make_trainer(output: Path, report_to: list[str], *, population: bool = False, **steps: Any) -> Trainer:
+    settings: dict[str, Any] = {"max_steps": 6, "eval_steps": 3} | steps
     arguments = TrainingArguments(
-        output_dir=str(output), max_steps=6, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=3,
+        output_dir=str(output), per_device_train_batch_size=4, eval_strategy="steps",
         save_strategy="steps" if population else "no", save_steps=3, report_to=report_to, disable_tqdm=True,
-        logging_strategy="no",
+        logging_strategy="no", **settings,
     )  # fmt: skip
     return Trainer(args=arguments, model_init=model_init, train_dataset=rows(32, 0), eval_dataset=rows(8, 1), trial_seconds=0)
 

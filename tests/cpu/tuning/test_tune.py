@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,26 @@ import optuna
 import psutil
 import pytest
 from headless import opened
+from optuna.pruners import NopPruner, ThresholdPruner
 from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
+from transformers.trainer_utils import HPSearchBackend
+from typer.testing import CliRunner
 
+from upshift.cli import train as train_command
+from upshift.cli.main import app
+from upshift.cli.options import move_flags_to_set
 from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.models.source import find_model
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.tuning.jobs import remove_trial
+from upshift.tuning.jobs import TrialRunner, remove_trial
+from upshift.tuning.mup_check import Growth, write_narrow
 from upshift.tuning.report import write_study_page
+from upshift.tuning.space import _FLOATS, NAMES, make_space
 from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
-from upshift.tuning.tune import TuneResult, tune
+from upshift.tuning.trainer_trial import skip_unread_evaluations
+from upshift.tuning.tune import TrialRow, TuneResult, tune
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -136,13 +150,72 @@ def test_only_what_this_study_wrote_is_removed(home: Path, tmp_path: Path) -> No
         searched(home, home / "out" / "study.db")
 
 
-def test_a_narrow_copy_of_something_else_is_not_written_over(tmp_path: Path) -> None:
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=320)
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}
+
+
+@pytest.mark.parametrize("other", [{}, {"num_hidden_layers": 3}, {"vocab_size": 512}, {"rms_norm_eps": 1e-3}])
+def test_a_narrow_copy_of_something_else_is_not_written_over(other: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever of its config differs: widths, depth, vocabulary, a number of the computation."""
+    config = LlamaConfig(**NARROW, max_position_embeddings=64)
     config.save_pretrained(tmp_path / "model")
-    config.save_pretrained(tmp_path / "out" / "narrow")
+    folder = tmp_path / "out" / "narrow"
+    halved = {name: NARROW[name] // 2 for name in NARROW if name != "vocab_size"} if other else {}
+    other_config = LlamaConfig(**{**NARROW, "max_position_embeddings": 64, **halved, **other})
+    other_config.save_pretrained(folder)
     with pytest.raises(RequestError, match=r"narrow is another model than .*model of --mup-width 16; give another --output"):
-        tune(str(tmp_path / "model"), "none", space=SPACE, output=tmp_path / "out", mup_width=16, from_config=True)
-    assert LlamaConfig.from_pretrained(tmp_path / "out" / "narrow").hidden_size == 32
+        write_narrow(find_model(str(tmp_path / "model")), 16, folder)
+    assert LlamaConfig.from_pretrained(folder).to_dict() == other_config.to_dict()
+    write_narrow(find_model(str(tmp_path / "model")), 16, tmp_path / "again")
+    write_narrow(find_model(str(tmp_path / "model")), 16, tmp_path / "again")  # the same model once more
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "evaluations 9, not 3": {"evaluations": 3},
+    "request from_config True, not False": {"from_config": False},
+    "space parameters learning_rate high 0.1, not 0.2": {"space": {"learning_rate": {"low": 1e-4, "high": 0.2, "log": True}}},
+    "arguments max_steps 9, not 12": {"arguments": {"max_steps": 12}},
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_values_that_cannot_be_compared_are_not_of_one_study(
+    words: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever changes the trials, or the scale at which the pruner compares them. No trial runs here."""
+    monkeypatch.setattr("upshift.tuning.tune.run_study", end_before_trials)
+    asked = {"space": {"learning_rate": SPACE["learning_rate"]}, "arguments": {"max_steps": 9}}
+    for same in ({}, {"trials": 40, "pruner": "median"}):
+        with pytest.raises(OpenedError):
+            searched(home, tmp_path, **asked, **same)
+    with pytest.raises(RequestError, match=f"the study 'upshift' has {words}; use the same, or another --output"):
+        searched(home, tmp_path, **{**asked, **CHANGES[words]})
+
+
+class OpenedError(Exception):
+    """The study is open, and its first trial would start."""
+
+
+def end_before_trials(*_: Any, **__: Any) -> None:
+    raise OpenedError
+
+
+def test_another_model_at_the_same_path_is_not_of_the_same_study(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With muP and without it: the check of muP, and the losses, are those of the first model."""
+    monkeypatch.setattr("upshift.tuning.tune.run_study", end_before_trials)
+    monkeypatch.setattr("upshift.tuning.tune.check_transfer", lambda *arguments: None)  # it takes steps of the models
+    model = tmp_path / "model"
+    for name, mup in (("plain", {}), ("mup", {"mup_width": 16})):
+        asked = {"space": {"learning_rate": [1e-3, 1e-2]}, "output": tmp_path / name, "from_config": True, **mup}
+        LlamaConfig(**NARROW, num_hidden_layers=2).save_pretrained(model)
+        for _ in range(2):
+            with pytest.raises(OpenedError):
+                tune(str(model), str(home / "data.jsonl"), **asked)
+        LlamaConfig(**NARROW, num_hidden_layers=3).save_pretrained(model)
+        words = "has config num_hidden_layers 2, not 3" if not mup else "narrow is another model than"
+        with pytest.raises(RequestError, match=words):
+            tune(str(model), str(home / "data.jsonl"), **asked)
 
 
 def test_several_objectives_and_trials_at_once(home: Path) -> None:
@@ -173,6 +246,16 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"epochs": float("inf")}, "^epochs: must be a finite number"),
         ({"global_batch": 0}, "^global_batch: must be above 0"),
         ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
+        ({"arguments": {"eval_steps": 2}}, "eval_steps is not for the trials of a search"),
+        ({"space": {"eval_steps": [2, 3]}}, "'eval_steps' is not a hyper-parameter that is searched"),
+        ({"space": {"epochs": [1, 2]}}, "epochs of the space would have no effect, because max_steps replaces it"),
+        ({"space": {"epochs": [1], "max_steps": [2, 3]}, "arguments": {}}, "epochs of the space would have no effect"),
+        (
+            {"space": {"max_steps": [2, 3]}},
+            "max_steps is 9 for all trials, and the space has values for it; leave one of them out",
+        ),
+        ({"space": {"sequence_length": [16, 32]}}, "sequence_length is 32 for all trials"),
+        ({"space": {"global_batch": [2, 4]}, "global_batch": 16}, "global_batch is 16 for all trials"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: must be above 0"),
         ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
     ],
@@ -180,6 +263,31 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
 def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path: Path) -> None:
     with pytest.raises((RequestError, JobFailed), match=words):
         searched(home, tmp_path, **more)
+
+
+TWO_VALUES: dict[str, tuple[Any, Any]] = {"lr_scheduler_type": ("linear", "cosine"), "adam_epsilon": (1e-8, 1e-6)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_of_a_space_reaches_its_trial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values of each name that a space takes: the trial's plan, or its arguments, are others."""
+    jobs: list[str] = []
+
+    def prepare(request: TrainRequest, host: Any) -> tuple[Any, int]:
+        def job(arguments: Arguments, **more: Any) -> str:
+            return f"{request} {arguments} {more['evaluate_at_steps']}"
+
+        return SimpleNamespace(job=job, data=None), request.max_steps or 9
+
+    monkeypatch.setattr("upshift.tuning.jobs.prepare_run", prepare)
+    runner = TrialRunner(TrainRequest(model="m", data="d"), tmp_path, {"seed": 1}, evaluations=3, deciding=(1,))
+    pool: Any = SimpleNamespace(lease=lambda: nullcontext(SimpleNamespace(run=lambda job, data, on_event: jobs.append(job))))
+    runner._servers = pool
+    first, second = TWO_VALUES.get(name, (0.25, 0.5) if name in _FLOATS else (3, 4))
+    for value in (first, second, first):
+        space = make_space({name: [value]})
+        runner.run(StudyTrial(0, None, lambda loss, number: None), space.fixed)
+    assert jobs[0] == jobs[2] != jobs[1]
 
 
 def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
@@ -336,3 +444,76 @@ def test_searches_that_are_refused(tmp_path: Path) -> None:
     trainer._upshift_made_with[1]["data_collator"] = threading.Lock()
     with pytest.raises(RequestError, match="cannot go there"):
         trainer.hyperparameter_search(n_trials=1, backend="optuna")
+
+
+def evaluated_steps(folder: Path, *, steps: dict[str, Any], pruner: Any, values: dict[str, Any] | None = None) -> list[int]:
+    """Run one trial in this process, as its own process does. Return the steps at which Optuna got an evaluation."""
+    trainer = make_trainer(folder, [], **steps)
+    study = optuna.create_study(pruner=pruner)
+
+    def hp_space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2), **(values or {})}
+
+    trainer.hp_space = hp_space
+    trainer.compute_objective = lambda measured: measured["eval_loss"]
+    trainer.hp_name = None
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.objective = None
+    skip_unread_evaluations(trainer, study)
+    trial = study.ask()
+    with suppress(optuna.TrialPruned):
+        trainer.train(trial=trial)
+    return sorted(study.get_trials()[0].intermediate_values)
+
+
+def test_a_search_by_epochs_is_pruned_where_the_same_search_by_steps_is(tmp_path: Path) -> None:
+    """Also if the number of steps, or what reads evaluations, is one of the searched values."""
+    halving = make_pruner("halving", 9)
+    by_steps = {"max_steps": 12, "eval_steps": 1}
+    by_epochs = {"max_steps": -1, "num_train_epochs": 1.5, "eval_steps": 1}  # 32 rows in batches of 4: 12 steps
+    assert evaluated_steps(tmp_path / "a", steps=by_steps, pruner=halving) == [1, 3, 9, 12]
+    assert evaluated_steps(tmp_path / "b", steps=by_epochs, pruner=halving) == [1, 3, 9, 12]
+    searched_steps = {"max_steps": 12}
+    stale = {"max_steps": 2, "eval_steps": 1}
+    assert evaluated_steps(tmp_path / "c", steps=stale, pruner=halving, values=searched_steps) == [1, 3, 9, 12]
+    reads = {"max_steps": 4, "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    assert evaluated_steps(tmp_path / "d", steps=reads, pruner=NopPruner(), values=plateau) == [1, 2, 3, 4]
+    assert evaluated_steps(tmp_path / "e", steps=reads, pruner=NopPruner()) == [4]
+    assert evaluated_steps(tmp_path / "f", steps=by_epochs, pruner=ThresholdPruner(upper=0.0)) == [1]
+
+
+def test_the_command_for_the_whole_model_trains_as_the_best_trial_did(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With searched values, those that the space fixes, and the options of the search, each as exact as it was."""
+    space = make_space({"learning_rate": [1e-3, 1.2345678e-3], "warmup_steps": 3, "adam_beta2": [0.95, 0.99], "global_batch": 4})
+    row = TrialRow(
+        number=0, state="complete", values={"eval_loss": 1.0}, parameters={"learning_rate": 1.2345678e-3, "adam_beta2": 0.95},
+        seconds=1.0, steps=3, reason="",
+    )  # fmt: skip
+    growth = Growth(widths=(8, 16), with_mup=1.0, without=3.0)
+
+    def searched_already(*arguments: Any, **options: Any) -> TuneResult:
+        return TuneResult(
+            study="s", storage="x", objectives={"eval_loss": "minimize"}, best=(row,), trials=(row,), seconds=1.0,
+            fixed_parameters=space.fixed, mup_base=str(tmp_path / "a b" / "narrow"), mup_check=growth,
+        )  # fmt: skip
+
+    monkeypatch.setattr("upshift.tuning.tune.tune", searched_already)
+    (tmp_path / "space.yaml").write_text("learning_rate: [0.1]\n")
+    words = ["tune", "a model", "--data", "it's data", "--space", str(tmp_path / "space.yaml"), "--from-config", "-o", "o"]
+    options = [
+        "--sequence-length", "32", "--max-steps", "7", "--text-column", "body", "--seed", "5", "--nproc", "2", "--set",
+        "precision=fp32", "--allow", "bf16-weights", "--long-rows", "cut",
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, [*words, "--mup-width", "8", *options])
+    assert done.exit_code == 0, done.output
+    command = next(line for line in done.output.splitlines() if line.startswith("The whole model: "))
+    typed = shlex.split(command.removeprefix("The whole model: upshift train "))
+    asked = ["a model", "--data", "it's data", "--from-config", "--mup-base", str(tmp_path / "a b" / "narrow"), *options]
+    asked += ["--learning-rate", "1.2345678e-3", "--warmup-steps", "3", "--global-batch", "4"]
+    requests = [train_command.request_of(move_flags_to_set(train_command.parse(words))) for words in (typed, asked)]
+    assert sorted(requests[0].fixed) == sorted(requests[1].fixed)
+    assert requests[0].changed(fixed=()) == requests[1].changed(fixed=())
+    assert "And adam_beta2=0.95: by upshift.train(..., arguments=)" in done.output

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from upshift.cli.main import app
 from upshift.errors import RequestError
 from upshift.tuning import trainer
-from upshift.tuning.storage import enqueue_warm_start, open_database, open_storage
+from upshift.tuning.storage import best_points, database_url, enqueue_warm_start, open_database, open_storage
 
 RATE = FloatDistribution(1e-4, 1e-1, log=True)
 
@@ -148,6 +148,35 @@ def test_storages_that_cannot_be_opened(url: str, words: str, monkeypatch: pytes
     with pytest.raises(RequestError, match=words) as raised:
         open_database(url)
     assert "secret" not in str(raised.value)
+
+
+def test_a_file_is_opened_as_what_it_is(tmp_path: Path) -> None:
+    """SQLite's file by its path, as the command prints it, to go on with and to start from; a journal; and nothing else."""
+    folder = earlier_study(tmp_path / "a", [({"rate": 0.01}, 1.0)])
+    path = str(tmp_path / "a" / "study.db")
+    assert database_url(path) == f"sqlite:///{path}"
+    journal = open_storage(str(tmp_path / "new" / "journal"), tmp_path)
+    optuna.create_study(study_name="in the journal", storage=journal)
+    for storage, name in ((path, "other"), (str(tmp_path / "new" / "journal"), "in the journal")):
+        assert [study.study_name for study in open_storage(storage, tmp_path).get_all_studies()] == [name]
+    for source in (folder, path, f"sqlite:///{path}"):
+        study = optuna.create_study()
+        enqueue_warm_start(study, [source], {"rate": RATE})
+        assert [trial.system_attrs["fixed_params"] for trial in study.trials] == [{"rate": 0.01}]
+
+
+@pytest.mark.parametrize("content", [b"one\n", b"1\n", b"{}\n", b"[]\n", b"\xff\xfe\n", b'{"op_code":0}\n', b"null\n{}\n"])
+def test_files_that_are_no_storage_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    for open_it in (lambda: open_storage(str(path), tmp_path), lambda: best_points(str(path), optuna.create_study(), {})):
+        with pytest.raises(RequestError, match="neither SQLite nor a journal of Optuna; write sqlite:///PATH"):
+            open_it()
+    assert path.read_bytes() == content
+    with pytest.raises(RequestError, match=r"is a folder; give a file, such as .*study\.db"):
+        open_storage(str(tmp_path), tmp_path)
+    with pytest.raises(RequestError, match=r"inside cannot be opened: .*; write sqlite:///PATH"):
+        open_storage(str(path / "inside"), tmp_path)
 
 
 def test_a_population_keeps_its_own_rates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.tuning.backends import draw_values, optuna_distributions, space_of_sweep, wandb_parameters
+from upshift.tuning.backends import check_sweep, draw_values, optuna_distributions, space_of_sweep, wandb_parameters
 from upshift.tuning.space import Choices, Range, Space, make_space, read_space
 
 DRAWS = 4000
@@ -145,6 +146,47 @@ def test_wandb_there_and_back() -> None:
     assert back.parameters["warmup_steps"] == Choices(choices=(0, 10, 20, 30))
     with pytest.raises(RequestError, match="'normal'; use one of uniform"):
         space_of_sweep({"parameters": {"a": {"distribution": "normal", "mu": 0, "sigma": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"values": [1, 2], "probabilities": [0.9, 0.1]}, "the sweep's x has 'probabilities', which is not used here"),
+        ({"values": [1, 2], "min": 0}, "has 'min', which is not used"),
+        ({"parameters": {"y": {"value": 1}}}, "has 'parameters', which is not used"),
+        ({"distribution": "uniform", "min": 0.0}, "has distribution 'uniform' and no 'max'; give min and max"),
+        ({"max": 3}, "has distribution 'int_uniform' and no 'min'"),
+        ({"distribution": "uniform", "min": 0.0, "max": 1.0, "q": 0.1}, "has 'q', which is not used"),
+        ({"distribution": "q_log_uniform_values", "min": 1, "max": 9, "q": 2}, "has q 2; only 1"),
+        ({"distribution": "int_uniform", "min": 0.5, "max": 2}, "give whole numbers"),
+        ({"min": "1e-5", "max": 1.0}, "write numbers such as 1.0e-4"),
+        ({"min": 1.0, "max": 0.0}, "low must be below high"),
+        ({"distribution": "log_uniform_values", "min": 0.0, "max": 1.0}, "begins above 0"),
+        ({"values": []}, "nothing to choose from"),
+        ({"values": 3}, "the sweep's x"),
+        ({"distribution": "constant"}, "and no 'value'"),
+        ({}, "and no 'min'"),
+        (0.1, "write {'value': 0.1}"),
+    ],
+)
+def test_a_parameter_of_a_sweep_that_would_be_another_is_refused(entry: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        space_of_sweep({"parameters": {"x": entry}})
+
+
+def test_entries_of_a_sweep_that_have_no_effect_are_refused() -> None:
+    sweep = {"method": "random", "metric": {"name": "objective", "goal": "maximize"}, "parameters": {}}
+    check_sweep(sweep, ["maximize"])
+    check_sweep({"parameters": {}}, ["minimize", "maximize"])
+    for changed, words in (
+        ({"early_terminate": {"type": "hyperband"}}, "the sweep has 'early_terminate', which is not used here; give pruner="),
+        ({"run_cap": 3}, "give n_trials="),
+        ({"command": ["python"]}, "has 'command'"),
+        ({"metric": {"name": "objective", "target": 1.0}}, "the sweep's metric has 'target'"),
+        ({"metric": {"goal": "minimize"}}, "has goal 'minimize', and direction is maximize; use the same"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_sweep(sweep | changed, ["maximize"])
 
 
 steps = st.none() | st.integers(min_value=1, max_value=7)

@@ -19,7 +19,7 @@ from torch import nn
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.numerics import DebugUnderflowOverflow
-from upshift.debugging.run_report import delete_report
+from upshift.debugging.run_report import delete_reports
 from upshift.debugging.step_signs import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
 from upshift.planning.trials.select import Tried
@@ -58,7 +58,7 @@ class StepMonitor(LibraryTrainer):
     def _upshift_watch_steps(self) -> Iterator[None]:
         output_dir = Path(self.args.output_dir)
         rank = self.args.process_index
-        delete_report(output_dir, rank)
+        delete_reports(output_dir, rank=rank, ranks=self.args.world_size)
         device = torch.device(self.args.device).type
         self._upshift_monitor = RunMonitor(
             output_dir, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, on_finding=self._upshift_print_finding

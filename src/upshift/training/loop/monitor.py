@@ -21,7 +21,7 @@ from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
-from upshift.debugging.run_report import delete_report, leave_findings, report_of
+from upshift.debugging.run_report import delete_reports, leave_findings, report_of
 from upshift.debugging.step_signs import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.plan import Plan
@@ -142,7 +142,7 @@ def warnings_before_start(model: nn.Module, plan: Plan) -> Iterator[str]:
 @contextmanager
 def reporting_death(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
     """Leave a report for `upshift doctor` if the run dies. Remove the report of an earlier run first."""
-    delete_report(output, rank)
+    delete_reports(output, rank=rank, ranks=ranks)
     try:
         yield
     except (Interrupted, RequestError):
