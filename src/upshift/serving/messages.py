@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from upshift.errors import RequestError
 from upshift.value import Value
@@ -13,7 +13,21 @@ Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
 Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
-MAX_ERROR_CHARACTERS = 1000  # of an engine's error in the message to the client
+MAX_ERROR_CHARACTERS = 1000  # of an error that is sent to a client
+MAX_LINE_BYTES = 2**20  # of a message from an engine: one vector, or the text of a few tokens
+CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for a prompt, or prompt and answer, that are too long
+
+
+def cut_error(text: str) -> str:
+    """Return the beginning of an error's text, which may quote a request of any length."""
+    return text[:MAX_ERROR_CHARACTERS]
+
+
+ErrorText = Annotated[str, AfterValidator(cut_error)]
+
+
+class ContextTooLong(RequestError):
+    """The prompt, or the prompt with its answer, is longer than the model's context."""
 
 
 class EngineRequest(Value):
@@ -32,6 +46,7 @@ class EngineRequest(Value):
     prompt_length: int | None = Field(None, gt=0, description="expected tokens; None: EXPECTED_TOKENS, or what the model allows")
     output_length: int | None = Field(None, gt=0)
     max_waiting: int = Field(256, gt=0)
+    generation_options: tuple[str, ...] = Field((), description="options of the user that an encoder would not use")
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
@@ -50,6 +65,9 @@ class Generate(Value):
     id: int = 0  # the engine numbers them
     prompt: Prompt
     options: dict[str, Any] = {}
+    default_tokens: int | None = Field(None, description="of an answer, if neither the request nor the server's --set limits it")
+    ignore_eos: bool = Field(False, description="the model's own tokens that end a text do not end this one")
+    stop_token_ids: tuple[int, ...] = Field((), description="further tokens that end the text")
     json_schema: str | None = None
     top: int | None = None
 
@@ -59,7 +77,7 @@ class Embed(Value):
 
     kind: Literal["embed"] = "embed"
     id: int = 0  # the engine numbers them
-    texts: tuple[str, ...]
+    texts: tuple[str | tuple[int, ...], ...] = Field(description="texts, or their token ids")
     dimensions: int | None = None
 
 
@@ -95,7 +113,7 @@ class Failed(Value):
     """The report of an engine that cannot start. ``exit_code`` is the exit code for the command line."""
 
     kind: Literal["failed"] = "failed"
-    why: str
+    why: ErrorText
     exit_code: int
 
 
@@ -151,24 +169,26 @@ class Vector(Value):
 class Refused(Value):
     """The answer to a request that the engine rejects or that failed.
 
-    ``status`` is the HTTP status: 400, 413, 429 or 500. ``failure`` is the type of the exception. Logs contain only
-    this type, because the message may quote the request."""
+    ``status`` is the HTTP status: 400, 413, 429 or 500. ``code`` is OpenAI's name of the error, where it has one.
+    ``failure`` is the type of the exception. Logs contain only this type, because the message may quote the request."""
 
     kind: Literal["refused"] = "refused"
     id: int
     status: int
-    why: str
+    why: ErrorText
+    code: str | None = None
     retry_after: float | None = Field(None, description="seconds")
     failure: str | None = None
 
     @classmethod
     def from_error(cls, id: int, error: Exception) -> Refused:
         """Return the answer to a request that failed with ``error`` while the other requests go on."""
+        if isinstance(error, ContextTooLong):
+            return cls(id=id, status=400, why=str(error), code=CONTEXT_CODE)
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
         failure = type(error).__name__
-        message = f"the engine failed at this request alone: {failure}: {error}"
-        return cls(id=id, status=500, why=message[:MAX_ERROR_CHARACTERS], failure=failure)
+        return cls(id=id, status=500, why=f"the engine failed at this request alone: {failure}: {error}", failure=failure)
 
 
 class Heartbeat(Value):

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
 from upshift.serving.engine_client import RequestRefused
-from upshift.serving.messages import Piece, TokenScore
+from upshift.serving.messages import Piece, TokenScore, cut_error
 from upshift.serving.openai_requests import ChatRequest, CompletionRequest, ErrorAnswer, Usage
 
 TextRequest = ChatRequest | CompletionRequest
@@ -217,23 +217,30 @@ RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
 class Refusal(NamedTuple):
-    """An error answer: HTTP status, message, the field that is wrong, and the seconds after which to try again."""
+    """An error answer: HTTP status, message, the field that is wrong, the seconds after which to try again, and OpenAI's code.
+
+    Message and field may quote the request, and are cut where they are sent."""
 
     status: int
     message: str
     param: str | None = None
     retry_after: float | None = None
+    code: str | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""
         error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": None}}
+        param = None if self.param is None else cut_error(self.param)
+        return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
+
+
+FAULT = Refusal(500, "the server failed at this request; its log says how")
 
 
 def refusal_of(error: BaseException) -> Refusal | None:
     """Return the refusal for an error, or None if the error is a fault of the server itself."""
     if isinstance(error, RequestRefused):
-        return Refusal(error.status, str(error), retry_after=error.retry_after)
+        return Refusal(error.status, str(error), retry_after=error.retry_after, code=error.code)
     if isinstance(error, RequestValidationError):
         return _refusal_of_invalid(error)
     if isinstance(error, HTTPException):
@@ -247,9 +254,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
     return None
 
 
-def error_response(refusal: Refusal | None) -> JSONResponse:
-    """Return the HTTP response for a refusal. None stands for a fault of the server."""
-    refusal = refusal or Refusal(500, "the server failed at this request; its log says how")
+def error_response(refusal: Refusal) -> JSONResponse:
+    """Return the HTTP response for a refusal."""
     headers = {}
     if refusal.retry_after is not None:
         headers["Retry-After"] = str(max(math.ceil(refusal.retry_after), 1))

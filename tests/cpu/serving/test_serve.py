@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 from web_driver import driven
 
 from upshift.serving import server as door
-from upshift.serving.app import Limits
+from upshift.serving.guard import Limits
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 
@@ -169,13 +169,13 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", {"model": "enc", "input": "x", "dimensions": 33}, 400, "vectors of 32"),
     ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "is empty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),
-    ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "more than the 256 positions"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "maximum context length is 256 tokens"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 9}, 400, "temperature"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 1e-40}, 400, "temperature: 1e-40 is too small"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1]] * 257}, 400, "at most 256 items"),
     ("/v1/completions", {"model": "tiny", "prompt": ["x"] * 3, "n": 3}, 400, "ask for at most 8"),
-    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x", "name": ""}]}, 400, "0.name is"),
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x", "audio": {}}]}, 400, "0.audio is"),
     ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "broken"}]}, FAILED, "division by zero"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/completions", {"model": "tiny", "prompt": "x" * 200_000}, 413, "larger than 100,000 bytes"),

@@ -21,10 +21,11 @@ from upshift.inference.generation.engines.base import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, make_app
 from upshift.serving.engine.generation import TextStream
 from upshift.serving.engine.scheduler import PromptCache, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine_client import RequestRefused
+from upshift.serving.guard import Limits
 from upshift.serving.load_test.client import RequestResult
 from upshift.serving.load_test.run import summarize_phase
 from upshift.serving.load_test.traffic import Traffic, arrivals

@@ -24,12 +24,14 @@ from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
+from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
-from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes
+from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
+    ContextTooLong,
     Ending,
     EngineRequest,
     Generate,
@@ -139,6 +141,7 @@ class GenerationWorker:
             options=("--prompt-length", "--output-length"),
         )
         self.seconds = {"reading": time.perf_counter() - start}
+        self._positions = positions_of(self.generator.source)
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
@@ -150,12 +153,13 @@ class GenerationWorker:
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
-        rows = min(race.chosen.batch, self.request.concurrency)
+        cache_tokens = self._cache_tokens()
+        rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
         self.scheduler = Scheduler(
             self.generator.decoder,
             rows,
-            self._cache_tokens(),
+            cache_tokens,
             TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )
@@ -253,15 +257,16 @@ class GenerationWorker:
             defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
         return self.generator.options(**{**defaults, **requested})
 
-    def _limit_answer(self, ids: list[int], options: GenerationOptions) -> GenerationOptions:
+    def _limit_answer(self, ids: list[int], options: GenerationOptions, default: int | None) -> GenerationOptions:
         """Return the options of a request that limits no answer.
 
-        The limit is that of ``--set``, else the server's default or fewer tokens if the model's files say so. Neither exceeds the
-        positions that the prompt leaves."""
-        allowed = DEFAULT_ANSWER_TOKENS
-        if options.max_new_tokens is not None or options.max_length is not None:
+        The limit is that of ``--set``, else ``default``. Without a default it is the server's, or fewer tokens if the model's
+        files say so. None exceeds the positions that the prompt leaves."""
+        allowed = DEFAULT_ANSWER_TOKENS if default is None else default
+        server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
+        file_limits = default is None and (options.max_new_tokens is not None or options.max_length is not None)
+        if server_limits or file_limits:
             limit = self.generator.limit_options(ids, options, "the prompt", serves=True).new_tokens
-            server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
             allowed = limit if server_limits else min(limit, allowed)
         positions_left = self.generator.positions_left(ids)
         if positions_left is not None:
@@ -276,12 +281,47 @@ class GenerationWorker:
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
         if request.options.get("max_new_tokens") is None:
-            options = self._limit_answer(ids, options)
-        generator.check_positions(ids, options, "the prompt", serves=True)
+            options = self._limit_answer(ids, options, request.default_tokens)
+        options = self._end_tokens(request, options)
+        self._check_context(ids, options)
         if request.top is not None:
             self._grammars.check()
         grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
         return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
+
+    def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:
+        """Return the options with the tokens that end the text of this request. Raise RequestError if they are not possible."""
+        last = self.generator.vocabulary - 1
+        largest = max(request.stop_token_ids, default=0)
+        if largest > last:
+            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {last:,}")
+        if request.options.get("min_new_tokens") and options.min_new_tokens > options.new_tokens:
+            raise RequestError(
+                f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "
+                "greater max_tokens, or a smaller min_tokens"
+            )
+        model_ids = () if request.ignore_eos else options.eos_token_id
+        return options.changed(eos_token_id=tuple(dict.fromkeys((*model_ids, *request.stop_token_ids))))
+
+    def _check_context(self, ids: list[int], options: GenerationOptions) -> None:
+        """Raise ContextTooLong, in OpenAI's words, if the model has too few positions for the prompt with its answer."""
+        has_encoder = self.generator.start is not None  # encoder and decoder count their positions apart
+        limit = self._positions
+        prompt = len(ids)
+        answer = options.new_tokens
+        if limit is not None:
+            context = f"This model's maximum context length is {limit:,} tokens. However, "
+            if prompt > (limit if has_encoder else limit - 1):
+                raise ContextTooLong(f"{context}your prompt has {prompt:,} tokens. Please reduce the length of the prompt.")
+            if (answer + 1 if has_encoder else prompt + answer) > limit:
+                raise ContextTooLong(
+                    f"{context}you requested {prompt + answer:,} tokens ({prompt:,} in the prompt, {answer:,} in the "
+                    "completion). Please reduce the length of the prompt, or of the completion (max_tokens)."
+                )
+        try:
+            self.generator.check_positions(ids, options, "the prompt", serves=True)
+        except RequestError as error:  # the prompt is beyond longrope's border
+            raise ContextTooLong(str(error)) from None
 
     def _expected_prompts(self) -> list[list[int]]:
         """Return token ids of prompts like the expected ones, at least as many as may run at once.
