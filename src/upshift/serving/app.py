@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from upshift.errors import UpshiftError
-from upshift.serving.guard import Guard, Limits
+from upshift.serving.guard import Guard, Limits, RootPath
 from upshift.serving.messages import Embed
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
@@ -233,9 +233,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         yield
         await server.pool.stop()
 
-    app = FastAPI(
-        title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None, root_path=site.root_path
-    )
+    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     errors: dict[str, Any] = {"responses": RESPONSES}
     app.post("/v1/chat/completions", **errors)(server.chat)
     app.post("/v1/completions", **errors)(server.complete)
@@ -267,6 +265,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
             allow_headers=("*",),
             expose_headers=CORS_HEADERS,
         )
+    if site.root_path:
+        app.add_middleware(RootPath, prefix=site.root_path)
     return app
 
 

@@ -169,13 +169,28 @@ class Guard:
             answer_task.cancel()
 
 
+class RootPath:
+    """An ASGI middleware for a server that a proxy offers under the path ``prefix``, such as /llm.
+
+    Some proxies remove the prefix from the path of a request, and some leave it there."""
+
+    def __init__(self, app: Any, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            has_prefix = scope["path"].startswith(self._prefix + "/")
+            path = scope["path"] if has_prefix else self._prefix + scope["path"]
+            scope = {**scope, "root_path": self._prefix, "path": path}
+        await self._app(scope, receive, send)
+
+
 def route_path(scope: Any) -> str:
-    """Return the path of a request without the prefix under which a proxy offers the server, if the proxy left it there."""
+    """Return the path of a request without the prefix of ``RootPath``, as the application's routes have it."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
-    if prefix and path.startswith(prefix + "/"):
-        return path[len(prefix) :]
-    return path
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
 
 
 def read_request_id(scope: Any) -> bytes:
