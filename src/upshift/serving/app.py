@@ -133,8 +133,8 @@ class Server:
             async with aclosing(choices):
                 choice = first_choice
                 while choice is not None:
-                    answer.add(choice)
-                    yield answer.event(choice, first=choice.number not in started)
+                    calls = answer.add(choice)
+                    yield answer.event(choice, calls, first=choice.number not in started)
                     started.add(choice.number)
                     choice = await anext(choices, None)
             yield answer.last_events()

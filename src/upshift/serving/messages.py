@@ -11,7 +11,7 @@ from upshift.value import Value
 
 Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
-Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
+Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids, or the messages of a chat
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
 MAX_ERROR_CHARACTERS = 1000  # of an error that is sent to a client
 MAX_LINE_BYTES = 2**20  # of a message from an engine: one vector, or the text of a few tokens
@@ -58,8 +58,8 @@ class Generate(Value):
     """A request for one text.
 
     ``options`` holds GenerationOptions by name. ``json_schema`` is the schema that the answer must match. It is a
-    string because pydantic reads at most 200 nested levels. ``top`` is the number of likeliest tokens to report beside
-    each chosen token. None reports no scores."""
+    string because pydantic reads at most 200 nested levels, and so is ``tools``, a list. ``top`` is the number of likeliest
+    tokens to report beside each chosen token. None reports no scores."""
 
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
@@ -69,6 +69,9 @@ class Generate(Value):
     ignore_eos: bool = Field(False, description="the model's own tokens that end a text do not end this one")
     stop_token_ids: tuple[int, ...] = Field((), description="further tokens that end the text")
     json_schema: str | None = None
+    tools: str | None = Field(None, description="tools in OpenAI's form that the answer may call")
+    forced_tools: tuple[str, ...] = Field((), description="names of tools: the answer is a call of one of them")
+    max_calls: int | None = Field(None, description="of tools in the answer")
     top: int | None = None
 
 
@@ -136,12 +139,20 @@ class TokenScore(Value):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelled)
 
 
+class ToolCall(Value):
+    """A call of a tool: its index in the answer, the name of the tool, and the arguments as a JSON object."""
+
+    index: int
+    name: str
+    arguments: str
+
+
 class Piece(Value):
     """The next part of an answer's text.
 
-    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused
-    from the cache. ``scores`` holds the tokens' log-probabilities if the request asks for them, without the token that
-    ends the text. ``ending`` is set on the last piece only."""
+    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused from the
+    cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
+    if the request asks for them, without the token that ends the text. ``ending`` is set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -149,6 +160,7 @@ class Piece(Value):
     tokens: int
     prompt_tokens: int
     cached_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
     scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
 

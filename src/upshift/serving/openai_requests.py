@@ -79,7 +79,10 @@ MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 64
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NOT_KEPT = "taken, and not kept"
-Role = Literal["system", "developer", "user", "assistant"]
+MAX_TOOLS = 128
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TOKEN_KEY = "^[0-9]{1,9}$"
@@ -89,9 +92,22 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
 TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MIN_DIVISOR}}
-CONTENT_SCHEMA: dict[str, Any] = {
-    "if": {"properties": {"role": {"not": {"const": "assistant"}}}},
-    "then": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+NOT_ASSISTANT: dict[str, Any] = {"properties": {"role": {"not": {"const": "assistant"}}}}
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "allOf": [
+        {
+            "if": NOT_ASSISTANT,
+            "then": {
+                "required": ["content"],
+                "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}},
+            },
+        },
+        {
+            "if": {"properties": {"role": {"const": "tool"}}},
+            "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+            "else": {"properties": {"tool_call_id": {"type": "null"}}},
+        },
+    ],
 }
 LOGPROBS_SCHEMA: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
@@ -214,30 +230,94 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: ToolName
+    arguments: str = Field(description="a JSON object")
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, arguments: str) -> str:
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise PydanticCustomError("no_object", "the arguments of a call are a JSON object, as a text")
+        return arguments
+
+
+class MessageCall(Body):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Body):
+    """A tool that the answer may call. ``parameters`` is the JSON schema of its arguments. Without it, there are none."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="calls that tool_choice forces match the schema, whether this is set or not")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it: with a description and a schema."""
+        function = self.function
+        parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
+        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
+        return {"type": "function", "function": fields}
+
+
+class FunctionName(Body):
+    name: ToolName
+
+
+class ForcedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(Body):
     """A message of a chat. An answer of this server, or of OpenAI's, can be sent back as it came."""
 
-    model_config = ConfigDict(json_schema_extra=CONTENT_SCHEMA)
+    model_config = ConfigDict(json_schema_extra=MESSAGE_SCHEMA)
 
     role: Role
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = Field(None, description="taken; chat templates have no place for it")
     annotations: Annotated[list[Any], Field(max_length=0)] = []
-    tool_calls: Annotated[list[Any], Field(max_length=0)] = []
+    tool_calls: list[MessageCall] = []
+    tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "the content is missing; only a message of the assistant may have none")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError("no_call", "a message of the role tool, and no other, has a tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("no_calls", "only a message of the assistant has tool_calls")
         return self
 
-    def to_template(self) -> dict[str, str]:
+    def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it: with the content as one string, and without the role
         "developer"."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(SamplingRequest):
@@ -248,6 +328,51 @@ class ChatRequest(SamplingRequest):
     response_format: ResponseFormat = TEXT
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | ForcedTool = Field(
+        "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("same_name", "two tools have the same name; give each a name of its own")
+        unknown = set(self._forced_names) - set(names)
+        if unknown:
+            raise PydanticCustomError("unknown_tool", "tool_choice names {name}, which is not in tools", {"name": min(unknown)})
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("no_tools", "tool_choice is required, and there are no tools; give some")
+        if self._offered_tools and self.json_schema is not None:
+            raise PydanticCustomError(
+                "two_forms",
+                "an answer in a response_format calls no tools; set tool_choice to none, or leave out response_format",
+            )
+        return self
+
+    @property
+    def _offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def _forced_names(self) -> list[str]:
+        """Return the names of the tools of which the answer must call one, or nothing if it need not call any."""
+        if isinstance(self.tool_choice, ForcedTool):
+            return [self.tool_choice.function.name]
+        return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
+
+    def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
+        request = super().engine_request(prompt, seed=seed)
+        if not self._offered_tools:
+            return request
+        return request.model_copy(
+            update={
+                "tools": json.dumps([tool.to_template() for tool in self._offered_tools]),
+                "forced_tools": tuple(self._forced_names),
+                "max_calls": None if self.parallel_tool_calls else 1,
+            }
+        )
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:

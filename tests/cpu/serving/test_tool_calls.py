@@ -1,0 +1,231 @@
+"""Tools: the form of calls is read from the chat template, and what a template writes is read back, in pieces of any size."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running_server import WORDS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from upshift.errors import RequestError
+from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.scheduler import Scheduler, TtftEstimator
+from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, template_messages
+from upshift.serving.messages import EngineRequest, Generate
+from upshift.serving.openai_requests import ChatRequest
+from upshift.training.data.tokenizer import train_byte_level_bpe
+
+START = "{% for tool in tools or [] %}<tool>{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+TEXT = "{{ message.content or '' }}"
+END = "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+ONE = "{% if (message.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+EACH = "{% for call in message.tool_calls or [] %}{% set f = call.function %}"
+OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+TEMPLATES = {  # the forms of calls in the templates of well-known models
+    "hermes": EACH + "{% if not loop.first %}\n{% endif %}<tool_call>\n" + OBJECT + "\n</tool_call>{% endfor %}",
+    "arguments first": EACH + '<call>{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}"}</call>{% endfor %}',
+    "nested": EACH + '<call>{"type": "function", "function": ' + OBJECT + "}</call>{% endfor %}",
+    "bare": ONE + EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}',
+    "list": (
+        "{% if message.tool_calls %}[TOOL_CALLS][" + EACH + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, '
+        '"id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}'
+        + EACH + "{% if call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}{% endfor %}"
+    ),
+    "name and arguments": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
+    "blocks": (
+        "{% if message.tool_calls %}<calls>" + EACH + "{% if not loop.first %}\n{% endif %}<call>function<sep>{{ f.name }}\n"
+        "```json\n{{ f.arguments | tojson }}\n```</call>{% endfor %}</calls>{% endif %}"
+    ),
+    "text arguments": EACH + "<call>{{ f.name }}<sep>{{ '' + f.arguments }}</call>{% endfor %}",
+}  # fmt: skip
+UNREADABLE = {
+    "xml": EACH + "<function={{ f.name }}>{% for key, value in f.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
+    "{% endfor %}</function>{% endfor %}",
+    "none": "",
+}  # fmt: skip
+SPECIAL = ["<|end|>", "[TOOL_CALLS]", "[ARGS]"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now", "parameters": None}},
+]
+USER = {"role": "user", "content": "how is it?"}
+
+
+def make_tokenizer(calls: str) -> Any:
+    chance = random.Random(0)
+    tokenizer: Any = train_byte_level_bpe([" ".join(chance.choices(WORDS, k=12)) for _ in range(50)], 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = START + TEXT + calls + END
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def templates() -> dict[str, ToolTemplate]:
+    return {name: ToolTemplate(make_tokenizer(calls)) for name, calls in TEMPLATES.items()}
+
+
+def message_of(calls: list[tuple[str, Any]], text: str = "") -> dict[str, Any]:
+    functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
+    tool_calls = [{"id": f"call_{index}" * 4, "type": "function", "function": call} for index, call in enumerate(functions)]
+    return {"role": "assistant", "content": text, "tool_calls": tool_calls}
+
+
+def written(template: ToolTemplate, message: dict[str, Any]) -> str:
+    """Return what the model would generate for a message, by its template."""
+    form = template.format
+    assert form is not None
+    messages = template_messages([USER, message], text_arguments=form.text_arguments)
+    text: str = template._tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+    return text.partition("<|assistant|>")[2].removesuffix("<|end|>")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2), max_leaves=4,
+)  # fmt: skip
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["weather", "now"]), st.dictionaries(st.text(max_size=4), JSON, max_size=2)), max_size=3
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None)
+@given(calls=CALLS, text=st.sampled_from(["", "let me look"]), sizes=st.lists(st.integers(1, 30)))
+def test_what_a_template_writes_is_read_back(
+    name: str, calls: list[tuple[str, Any]], text: str, sizes: list[int], templates: dict[str, ToolTemplate]
+) -> None:
+    if name == "bare":
+        calls = calls[:1]
+        text = "" if calls else text
+    template = templates[name]
+    assert template.format is not None
+    rest = written(template, message_of(calls, text))
+    stream = CallStream(template.format, ["weather", "now"])
+    shown = ""
+    read: list[tuple[str, Any]] = []
+    while True:
+        size = sizes.pop() if sizes else len(rest)
+        piece, rest = rest[:size], rest[size:]
+        new_text, new_calls = stream.add(piece, last=not rest)
+        shown += new_text
+        read += [(call.name, json.loads(call.arguments)) for call in new_calls]
+        assert [call.index for call in new_calls] == list(range(len(read) - len(new_calls), len(read)))
+        if not rest:
+            break
+    assert read == calls and shown.strip() == text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(text=st.text(alphabet='<>{}[]"calto_/ :name', max_size=40), size=st.integers(1, 5))
+def test_a_text_that_is_no_call_is_shown_whole(name: str, text: str, size: int, templates: dict[str, ToolTemplate]) -> None:
+    form = templates[name].format
+    assert form is not None
+    for answer in (
+        text,
+        form.begin + text,
+        form.begin + '{"name": "unknown", "arguments": {}}',
+        form.begin + "weather" + form.middle,
+    ):
+        stream = CallStream(form, ["weather"])
+        pieces = [answer[start : start + size] for start in range(0, len(answer), size)] or [""]
+        shown = "".join(stream.add(piece, last=index == len(pieces) - 1)[0] for index, piece in enumerate(pieces))
+        assert "".join(shown.split()) == "".join(answer.split())
+
+
+def test_one_call_at_most(templates: dict[str, ToolTemplate]) -> None:
+    template = templates["hermes"]
+    assert template.format is not None
+    stream = CallStream(template.format, ["weather", "now"], 1)
+    _, calls = stream.add(written(template, message_of([("weather", {"a": 1}), ("now", {})])), last=True)
+    assert [(call.name, call.arguments) for call in calls] == [("weather", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_template_whose_calls_cannot_be_read_is_named(name: str) -> None:
+    template = ToolTemplate(make_tokenizer(UNREADABLE[name]))
+    assert template.format is None
+    with pytest.raises(RequestError, match="writes no tool calls with arguments in JSON"):
+        template.tokenize([USER], TOOLS)
+
+
+def test_a_template_without_a_place_for_tools_is_named() -> None:
+    tokenizer = make_tokenizer(TEMPLATES["hermes"])
+    tokenizer.chat_template = tokenizer.chat_template.removeprefix(
+        "{% for tool in tools or [] %}<tool>{{ tool | tojson }}{% endfor %}"
+    )
+    with pytest.raises(RequestError, match="has no place for tools"):
+        ToolTemplate(tokenizer).tokenize([USER], TOOLS)
+    tokenizer.chat_template = (
+        "{% for message in messages if message.role != 'tool' %}<{{ message.role }}>"
+        + TEXT
+        + (TEMPLATES["hermes"] + "{% endfor %}")
+    )
+    history = [USER, message_of([("now", {})]), {"role": "tool", "tool_call_id": "call_0" * 4, "content": "noon"}]
+    with pytest.raises(RequestError, match="no place for messages of the role tool"):
+        ToolTemplate(tokenizer).tokenize(history, None)
+
+
+def request_of(**fields: Any) -> Generate:
+    body = ChatRequest.model_validate({"model": "m", "messages": [USER], "tools": TOOLS, "seed": 3, "max_tokens": 150, **fields})
+    return body.engine_request(body.prompts()[0], seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = tmp_path_factory.mktemp("tools")
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 320}
+    tokenizer = make_tokenizer("")
+    LlamaForCausalLM(LlamaConfig(**small, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)).save_pretrained(
+        made
+    )
+    return made
+
+
+def generate(folder: Any, calls: str, requests: list[Generate]) -> list[Any]:
+    """Return the pieces of the requests' answers, by a worker whose model has this template."""
+    make_tokenizer(calls).save_pretrained(folder)
+    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch"))
+    worker.generator.prepare([[1, 2, 3]], worker._options({"max_new_tokens": 4}))
+    pace = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=1.0)
+    worker.scheduler = Scheduler(worker.generator.decoder, 4, None, pace)
+    from upshift.serving.engine.generation import make_pieces
+
+    pieces: list[Any] = []
+    for number, request in enumerate(requests):
+        refused = worker.take(request.model_copy(update={"id": number + 1}))
+        pieces += [] if refused is None else [refused]
+    while worker.is_busy:
+        pieces += make_pieces(worker.run_pass()) + worker.take_failures()
+    return pieces
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_matches_its_schema(name: str, folder: Any) -> None:
+    """Of a model with random weights: any of the tools, and the named one."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    pieces = generate(
+        folder, TEMPLATES[name], [request_of(tool_choice="required", temperature=1.2), request_of(tool_choice=named)]
+    )
+    for number in (1, 2):
+        own = [piece for piece in pieces if piece.id == number]
+        assert own[-1].kind == "piece" and own[-1].ending == "stop", own[-1]
+        calls = [call for piece in own for call in piece.calls]
+        assert len(calls) == 1 and not "".join(piece.text for piece in own).strip()
+        if calls[0].name == "weather":
+            jsonschema.validate(json.loads(calls[0].arguments), SCHEMA)
+        assert number == 1 or calls[0].name == "weather"
