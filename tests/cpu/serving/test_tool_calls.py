@@ -11,14 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from running_server import WORDS
+from test_serve_faults import Recording, app_of, posted
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import RequestError
-from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.generation import GenerationWorker, make_pieces
 from upshift.serving.engine.scheduler import Scheduler, TtftEstimator
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, template_messages
-from upshift.serving.messages import EngineRequest, Generate
+from upshift.serving.engine_client import RequestRefused
+from upshift.serving.messages import EngineRequest, Generate, Refused
 from upshift.serving.openai_requests import ChatRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
@@ -44,13 +47,17 @@ TEMPLATES = {  # the forms of calls in the templates of well-known models
         "```json\n{{ f.arguments | tojson }}\n```</call>{% endfor %}</calls>{% endif %}"
     ),
     "text arguments": EACH + "<call>{{ f.name }}<sep>{{ '' + f.arguments }}</call>{% endfor %}",
+    "printed arguments": EACH + "<call>{{ f.name }}<sep>{{ f.arguments }}</call>{% endfor %}",
+    "an end of its own": EACH + " to={{ f.name }}<json>{{ f.arguments | tojson }}<|call|>{% endfor %}",
 }  # fmt: skip
 UNREADABLE = {
+    "an object in a form of its own": EACH + "<call>{{ f.name }}{% if f.arguments is string %}{{ f.arguments }}{% else %}("
+    "{% for key, value in f.arguments.items() %}{{ key }}={{ value }}{% endfor %}){% endif %}</call>{% endfor %}",
     "xml": EACH + "<function={{ f.name }}>{% for key, value in f.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
     "{% endfor %}</function>{% endfor %}",
     "none": "",
 }  # fmt: skip
-SPECIAL = ["<|end|>", "[TOOL_CALLS]", "[ARGS]"]
+SPECIAL = ["<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|call|>"]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
@@ -203,8 +210,6 @@ def generate(folder: Any, calls: str, requests: list[Generate]) -> list[Any]:
     worker.generator.prepare([[1, 2, 3]], worker._options({"max_new_tokens": 4}))
     pace = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=1.0)
     worker.scheduler = Scheduler(worker.generator.decoder, 4, None, pace)
-    from upshift.serving.engine.generation import make_pieces
-
     pieces: list[Any] = []
     for number, request in enumerate(requests):
         refused = worker.take(request.model_copy(update={"id": number + 1}))
@@ -221,11 +226,95 @@ def test_a_forced_call_matches_its_schema(name: str, folder: Any) -> None:
     pieces = generate(
         folder, TEMPLATES[name], [request_of(tool_choice="required", temperature=1.2), request_of(tool_choice=named)]
     )
+    names = []
     for number in (1, 2):
         own = [piece for piece in pieces if piece.id == number]
         assert own[-1].kind == "piece" and own[-1].ending == "stop", own[-1]
         calls = [call for piece in own for call in piece.calls]
         assert len(calls) == 1 and not "".join(piece.text for piece in own).strip()
-        if calls[0].name == "weather":
-            jsonschema.validate(json.loads(calls[0].arguments), SCHEMA)
-        assert number == 1 or calls[0].name == "weather"
+        jsonschema.validate(json.loads(calls[0].arguments), {"weather": SCHEMA, "now": {"maxProperties": 0}}[calls[0].name])
+        names.append(calls[0].name)
+    assert names[1] == "weather"
+
+
+class Working(Recording):
+    """An engine that answers with a worker of this process."""
+
+    def __init__(self, folder: Any, calls: str) -> None:
+        super().__init__()
+        self.folder, self.template = folder, calls
+
+    async def pieces(self, request: Generate) -> Any:
+        self.requests.append(request)
+        for piece in generate(self.folder, self.template, [request]):
+            if isinstance(piece, Refused):
+                raise RequestRefused(piece)
+            yield piece
+
+
+def asked(engine: Working, **fields: Any) -> Any:
+    body = {"model": "m", "messages": [USER], "tools": TOOLS, "seed": 3, "max_tokens": 150, **fields}
+    return posted(app_of(engine)[0], body, path="/v1/chat/completions")[0]
+
+
+def test_an_agent_calls_a_tool_and_sends_its_result(folder: Any) -> None:
+    engine = Working(folder, TEMPLATES["hermes"])
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = ChatCompletion.model_validate(asked(engine, tool_choice=named).json())
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+    call: Any = choice.message.tool_calls[0]
+    assert call.function.name == "weather" and call.id.startswith("call_")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "seven suns"}
+    turns = [USER, choice.message.model_dump(), result]
+    following = asked(engine, messages=turns, max_tokens=4)
+    assert following.status_code == 200, following.text
+    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch"))
+    prompt = worker.generator.prompts.tokenizer.decode(worker._read_prompt(engine.requests[-1]))
+    written_call = json.dumps({"name": "weather", "arguments": json.loads(call.function.arguments)}, ensure_ascii=False)
+    assert f"<tool_call>\n{written_call}\n</tool_call><|end|><|tool|>seven suns<|end|><|assistant|>" in prompt
+    assert "<tool>" in prompt and '"strict"' not in prompt
+
+
+def test_a_stream_of_calls(folder: Any) -> None:
+    engine = Working(folder, TEMPLATES["hermes"])
+    named = {"type": "function", "function": {"name": "weather"}}
+    whole = asked(engine, tool_choice=named).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    streamed = asked(engine, tool_choice=named, stream=True).text
+    chunks = [ChatCompletionChunk.model_validate_json(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    calls: list[Any] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, whole["name"], whole["arguments"])
+    ]
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks).strip()
+
+
+def test_tools_that_no_answer_calls(folder: Any) -> None:
+    engine = Working(folder, TEMPLATES["hermes"])
+    free = asked(engine, max_tokens=5).json()["choices"][0]
+    assert "tool_calls" not in free["message"] and free["finish_reason"] == "length" and engine.requests[0].tools
+    asked(engine, max_tokens=5, tool_choice="none")
+    assert engine.requests[1].tools is None
+    asked(engine, max_tokens=5, parallel_tool_calls=False)
+    assert engine.requests[2].max_calls == 1
+
+
+CALL = message_of([("now", {})])
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [], "tool_choice": "required"}, "tool_choice is required, and there are no tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice names other, which is not in tools"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "two tools have the same name"),
+    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
+    ({"response_format": {"type": "json_object"}}, "an answer in a response_format calls no tools"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message of the role tool, and no other, has a tool_call_id"),
+    ({"messages": [{**CALL, "role": "user", "content": "x"}]}, "only a message of the assistant has tool_calls"),
+    ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "are a JSON object"),
+    ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 9999}}]}]}, "a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG)
+def test_wrong_tools(fields: dict[str, Any], words: str, folder: Any) -> None:
+    answer = asked(Working(folder, TEMPLATES["hermes"]), **fields)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text

@@ -1,7 +1,7 @@
 """Give tools to a model's chat template, and read the calls in its answers.
 
 The template itself shows the form of a call. It writes a made-up call, and the texts around the name and the arguments are
-the form. Arguments are JSON, as in the templates of Hermes, Qwen, Llama, Mistral and DeepSeek."""
+the form. Arguments are JSON, as in the templates of Hermes, Qwen 3, Llama 3.1 and Mistral."""
 
 from __future__ import annotations
 
@@ -72,12 +72,15 @@ class ToolTemplate:
 
     @cached_property
     def format(self) -> ToolFormat | None:
-        """Return the form of calls, or None if the template writes none, or none with arguments in JSON."""
-        for text_arguments in (False, True):
-            form = self._read_format(text_arguments=text_arguments)
-            if form is not None:
-                return form
-        return None
+        """Return the form of calls, or None if the template writes none, or none with arguments in JSON.
+
+        Some templates take the arguments of a call as an object, and some as text. Only the second are given a text: one that
+        writes an object in a form of its own would copy a text, which is not how the model writes it."""
+        tools = [_made_tool(name) for name in NAMES]
+        messages = template_messages([QUESTION, _made_message(1)], text_arguments=False)
+        text = self._try_apply(messages, tools, answers=True)
+        takes_objects = text is not None and NAMES[0] in text.partition(QUESTION["content"])[2] and repr(ARGUMENTS[0]) not in text
+        return self._read_format(text_arguments=not takes_objects)
 
     @cached_property
     def _takes_tools(self) -> bool:
@@ -119,9 +122,18 @@ class ToolTemplate:
         if plain is None or single is None:
             return None
         start = len(commonprefix([plain, single]))
-        answer = single[start : _end_of_turn(plain, single)]
+        answer = single[start : self._end_of_turn(plain, single)]
         second = None if double is None or not double.startswith(single[:start]) else double[start:]
         return find_format(answer, second, text_arguments=text_arguments)
+
+    def _end_of_turn(self, plain: str, single: str) -> int:
+        """Return the index in ``single`` from which the two chats end alike, without a part of a special token."""
+        end = len(single) - len(commonprefix([plain[::-1], single[::-1]]))
+        for token in self.special_ids:
+            start = single.find(token, max(end - len(token) + 1, 0))
+            if start < end < start + len(token) and start >= 0:
+                return start + len(token)
+        return end
 
     def _try_apply(self, messages: list[Any], tools: list[Any], *, answers: bool = False) -> str | None:
         """Return the text of a chat, or None if the template takes no such chat."""
@@ -190,11 +202,6 @@ def _made_message(count: int) -> dict[str, Any]:
     ]
     calls = [{"id": f"call{index}", "type": "function", "function": function} for index, function in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _end_of_turn(plain: str, single: str) -> int:
-    """Return the index in ``single`` from which the two chats end alike."""
-    return len(single) - len(commonprefix([plain[::-1], single[::-1]]))
 
 
 class JsonValue(NamedTuple):
@@ -280,8 +287,8 @@ def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Map
     for index, (name, schema) in enumerate(zip(names, tools.values(), strict=True)):
         parts = [f"arguments{index}", name] if form.arguments_first else [name, f"arguments{index}"]
         choices.append(_join(parts[0], _literals(form.middle, special_ids), parts[1]))
-        guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f"arguments{index}: %json {json.dumps({**schema, **guidance})}")
+        rule = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules.append(f"arguments{index}: %json {json.dumps(rule)}")
     call = f"({' | '.join(choices)})"
     start = _join(_literals(form.before, special_ids), call, _literals(_strip_end(form.after, special_ids), special_ids))
     return "\n".join([f"start: {start}", *rules])
