@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from upshift.errors import UpshiftError
+from upshift.errors import JobFailed, UpshiftError
 from upshift.serving.guard import Guard, Limits, RootPath
 from upshift.serving.messages import Embed
 from upshift.serving.metrics import Metrics, time_pieces
@@ -114,6 +114,7 @@ class Server:
     async def _generate(self, request: TextRequest, path: str) -> Response:
         """Answer a request for text: at once, or as a stream of events."""
         self._check_model(request.model)
+        request.check()
         answer = Answer(request)
         choices = self._generate_choices(request)
         if not request.stream:
@@ -173,6 +174,11 @@ class Server:
                     engine = await contexts.enter_async_context(self.pool.using(name))
             except TimeoutError:
                 raise HTTPException(504, f"{name} was still being loaded after {limit:g} s; try again") from None
+            except UpshiftError as error:
+                if self.pool.engines[name].state != "failed":
+                    raise
+                logger.error("%s could not be loaded: %s", name, error)  # in words for who started the server, with its paths
+                raise JobFailed(f"{name} could not be loaded; the server's log says why") from None
             self._check_task(engine, name, task)
             yield engine, limit - (time.monotonic() - start)
 

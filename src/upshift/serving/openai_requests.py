@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
 from upshift.serving.messages import Generate, Piece, Prompt
 from upshift.text import find_lone_surrogate
@@ -176,6 +177,9 @@ class SamplingRequest(RequestBody):
             raise PydanticCustomError("too_small", f"{temperature:g} is too small; give 0, or {MIN_DIVISOR:g} to 2")
         return temperature
 
+    def check(self) -> None:
+        """Raise RequestError for fields that do not fit together, where the description at /docs cannot say so."""
+
     @property
     def max_answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer."""
@@ -233,17 +237,6 @@ class TextPart(Body):
 class CalledFunction(Body):
     name: ToolName
     arguments: str = Field(description="a JSON object")
-
-    @field_validator("arguments")
-    @classmethod
-    def _check_arguments(cls, arguments: str) -> str:
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise PydanticCustomError("no_object", "the arguments of a call are a JSON object, as a text")
-        return arguments
 
 
 class MessageCall(Body):
@@ -320,6 +313,13 @@ class Message(Body):
         return message
 
 
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class ChatRequest(SamplingRequest):
     model_config = ConfigDict(json_schema_extra=LOGPROBS_SCHEMA)
 
@@ -334,22 +334,24 @@ class ChatRequest(SamplingRequest):
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
 
-    @model_validator(mode="after")
-    def _check_tools(self) -> ChatRequest:
+    def check(self) -> None:
+        for position, message in enumerate(self.messages):
+            for call in message.tool_calls:
+                if not _is_json_object(call.function.arguments or "{}"):
+                    raise RequestError(
+                        f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them "
+                        "as they came"
+                    )
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("same_name", "two tools have the same name; give each a name of its own")
-        unknown = set(self._forced_names) - set(names)
-        if unknown:
-            raise PydanticCustomError("unknown_tool", "tool_choice names {name}, which is not in tools", {"name": min(unknown)})
+            raise RequestError("two tools have the same name; give each a name of its own")
+        unknown_names = set(self._forced_names) - set(names)
+        if unknown_names:
+            raise RequestError(f"tool_choice names {min(unknown_names)}, which is not in tools; name one of them")
         if self.tool_choice == "required" and not names:
-            raise PydanticCustomError("no_tools", "tool_choice is required, and there are no tools; give some")
+            raise RequestError("tool_choice is required, and there are no tools; give some")
         if self._offered_tools and self.json_schema is not None:
-            raise PydanticCustomError(
-                "two_forms",
-                "an answer in a response_format calls no tools; set tool_choice to none, or leave out response_format",
-            )
-        return self
+            raise RequestError("an answer in a response_format calls no tools; set tool_choice to none, or leave out one of them")
 
     @property
     def _offered_tools(self) -> list[Tool]:

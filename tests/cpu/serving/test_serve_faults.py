@@ -15,7 +15,7 @@ from test_serve_bodies import GOOD
 from test_serve_engines import PROCESS, embedded, with_process
 from test_serving_parts import Asleep, Counted, of_several
 
-from upshift.errors import JobFailed, NothingFits
+from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.app import Server, choice_seed, make_app
 from upshift.serving.engine.main import hide_server, write_line
 from upshift.serving.engine.warmup import WARMUP_TOKENS, rows_that_fit
@@ -163,6 +163,22 @@ def test_a_load_that_fails_after_its_client_left_is_logged(caplog: pytest.LogCap
 
     asyncio.run(use())
     assert [record.getMessage() for record in caplog.records] == ["b could not be loaded: no disk"]
+
+
+@pytest.mark.parametrize("kind", [JobFailed, NothingFits, RequestError])
+def test_a_client_is_not_told_the_servers_options(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    """A model that cannot be loaded is no fault of the client who asked for it."""
+
+    async def ask() -> httpx2.Response:
+        engine: Any = Loading(12, kind("/srv/m wants --max-memory"))
+        engine.go.set()
+        app = make_app(Server(ModelPool({"m": engine}, Metrics()), Metrics()))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://m") as client:
+            return await client.post("/v1/completions", json=COMPLETION)
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "m could not be loaded; the server's log says why")
+    assert "/srv/m wants --max-memory" in caplog.text
 
 
 def test_an_engine_that_failed_takes_room_when_it_starts_again() -> None:

@@ -309,8 +309,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "an answer in a response_format calls no tools"),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message of the role tool, and no other, has a tool_call_id"),
     ({"messages": [{**CALL, "role": "user", "content": "x"}]}, "only a message of the assistant has tool_calls"),
-    ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "are a JSON object"),
-    ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 9999}}]}]}, "a JSON object"),
+    ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "are no JSON object"),
+    (
+        {"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 9999}}]}]},
+        "are no JSON object",
+    ),
 ]
 
 
