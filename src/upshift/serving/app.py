@@ -135,7 +135,9 @@ class Server:
                 choice = first_choice
                 while choice is not None:
                     calls = answer.add(choice)
-                    yield answer.event(choice, calls, first=choice.number not in started)
+                    is_first = choice.number not in started
+                    if is_first or not choice.piece.is_empty:
+                        yield answer.event(choice, calls, first=is_first)
                     started.add(choice.number)
                     choice = await anext(choices, None)
             yield answer.last_events()

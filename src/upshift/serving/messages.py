@@ -164,6 +164,11 @@ class Piece(Value):
     scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
+        return not (self.text or self.calls or self.scores or self.ending)
+
 
 class Vector(Value):
     """The vector of one text. Vectors come in the order of the request's texts.

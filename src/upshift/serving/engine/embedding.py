@@ -173,7 +173,7 @@ class EmbeddingWorker:
             raise RequestError(f"an input has {len(ids):,} token ids, and the model computes {shortest:,} or more; give more")
         if longest is not None and len(ids) > longest:
             raise ContextTooLong(
-                f"This model's maximum context length is {longest:,} tokens. However, your input has {len(ids):,} tokens. Please "
+                f"This model's maximum context length is {longest} tokens. However, your input has {len(ids)} tokens. Please "
                 "reduce the length of the input."
             )
         return list(ids)

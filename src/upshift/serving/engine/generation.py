@@ -345,12 +345,12 @@ class GenerationWorker:
         prompt = len(ids)
         answer = options.new_tokens
         if limit is not None:
-            context = f"This model's maximum context length is {limit:,} tokens. However, "
+            context = f"This model's maximum context length is {limit} tokens. However, "  # clients read these numbers
             if prompt > (limit if has_encoder else limit - 1):
-                raise ContextTooLong(f"{context}your prompt has {prompt:,} tokens. Please reduce the length of the prompt.")
+                raise ContextTooLong(f"{context}your prompt has {prompt} tokens. Please reduce the length of the prompt.")
             if (answer + 1 if has_encoder else prompt + answer) > limit:
                 raise ContextTooLong(
-                    f"{context}you requested {prompt + answer:,} tokens ({prompt:,} in the prompt, {answer:,} in the "
+                    f"{context}you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the "
                     "completion). Please reduce the length of the prompt, or of the completion (max_tokens)."
                 )
         try:

@@ -386,10 +386,10 @@ class CallStream:
 
     def _take_calls(self) -> list[ToolCall] | None:
         """Return the calls at the beginning of the buffer, or None if they are not complete."""
-        found = self._read_object() if self._form.fields is not None else self._read_name_and_arguments()
-        if found is None:
+        parsed = self._read_object() if self._form.fields is not None else self._read_name_and_arguments()
+        if parsed is None:
             return None
-        values, end = found
+        values, end = parsed
         if not values or any(name not in self._names for name, _ in values):
             return None
         self._buffer = self._buffer[end:]
