@@ -234,7 +234,7 @@ class GenerationWorker:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
         if request.tools is None or self._tools.format is None:
             return None
-        return CallStream(self._tools.format, list(_schemas_of_tools(request.tools)), request.max_calls)
+        return CallStream(self._tools.format, _schemas_of_tools(request.tools), request.max_calls)
 
     def run_pass(self) -> list[NewToken]:
         """Run one pass of the engine. Return the new tokens of the open requests."""

@@ -1,7 +1,8 @@
 """Give tools to a model's chat template, and read the calls in its answers.
 
 The template itself shows the form of a call. It writes a made-up call, and the texts around the name and the arguments are
-the form. Arguments are JSON, as in the templates of Hermes, Qwen 3, Llama 3.1 and Mistral."""
+the form. Arguments are JSON, as in the templates of Hermes, Qwen 3, Llama 3.1 and Mistral, or text between tags
+(``tagged_calls``)."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.grammar import WHITESPACE
+from upshift.serving.engine.tagged_calls import NAMES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
 from upshift.serving.messages import ToolCall
 
 ID_CHARACTERS = 9  # of a call's id: the only length that the templates of some models take
-NAMES = ("zqx_first", "zqx_second")  # of made-up tools; no template has these texts
 ARGUMENTS = ({"zqx_a": "zqx_b"}, {"zqx_c": "zqx_d"})
 TEXT = "zqx_text_zqx"
 RESULT = "zqx_result"
@@ -33,7 +34,8 @@ class ToolFormat(NamedTuple):
     A call is ``before`` + name + ``middle`` + arguments + ``after``, or with the arguments before the name. ``between`` is the
     text between two calls, or None if the template takes one call in an answer. Where name and arguments are fields of a JSON
     object, ``fields`` has their keys, and ``before``, ``after`` and ``between`` count from the whole JSON value in ``begin``,
-    ``end`` and ``between``. ``text_arguments`` says that the template takes arguments as text."""
+    ``end`` and ``between``. ``text_arguments`` says that the template takes arguments as text. With ``tags``, the arguments are
+    text between tags, and ``before``, ``middle`` and ``after`` are not used."""
 
     before: str
     middle: str
@@ -44,6 +46,7 @@ class ToolFormat(NamedTuple):
     between: str | None
     fields: tuple[str, str] | None
     text_arguments: bool
+    tags: Tags | None = None
 
 
 class ToolTemplate:
@@ -61,8 +64,8 @@ class ToolTemplate:
             raise RequestError("the chat template of the model has no place for tools; leave out tools, or serve another model")
         if (tools or has_calls) and self.format is None:
             raise RequestError(
-                "the chat template of the model writes no tool calls with arguments in JSON, and this server reads no others; "
-                "leave out tools and tool_calls"
+                "the chat template of the model writes no tool calls with arguments in JSON or between tags, and this server "
+                "reads no others; leave out tools and tool_calls"
             )
         if has_results and not self._takes_results:
             raise RequestError("the chat template of the model has no place for messages of the role tool; leave them out")
@@ -72,12 +75,12 @@ class ToolTemplate:
 
     @cached_property
     def format(self) -> ToolFormat | None:
-        """Return the form of calls, or None if the template writes none, or none with arguments in JSON.
+        """Return the form of calls, or None if the template writes none, or none that can be read.
 
         Some templates take the arguments of a call as an object, and some as text. Only the second are given a text: one that
         writes an object in a form of its own would copy a text, which is not how the model writes it."""
         tools = [_made_tool(name) for name in NAMES]
-        messages = template_messages([QUESTION, _made_message(1)], text_arguments=False)
+        messages = template_messages([QUESTION, _made_message(ARGUMENTS[:1])], text_arguments=False)
         text = self._try_apply(messages, tools, answers=True)
         takes_objects = text is not None and NAMES[0] in text.partition(QUESTION["content"])[2] and repr(ARGUMENTS[0]) not in text
         return self._read_format(text_arguments=not takes_objects)
@@ -91,7 +94,7 @@ class ToolTemplate:
     def _takes_results(self) -> bool:
         text_arguments = self.format is not None and self.format.text_arguments
         result = {"role": "tool", "tool_call_id": "call0", "content": RESULT, "name": NAMES[0]}
-        messages = template_messages([QUESTION, _made_message(1), result], text_arguments=text_arguments)
+        messages = template_messages([QUESTION, _made_message(ARGUMENTS[:1]), result], text_arguments=text_arguments)
         text = self._try_apply(messages, [_made_tool(NAMES[0])])
         return text is not None and RESULT in text
 
@@ -105,7 +108,7 @@ class ToolTemplate:
     def _hidden_ids(self) -> frozenset[int]:
         """Return the special tokens that are no part of a call."""
         form = self.format
-        markers = "" if form is None else form.begin + form.middle + form.end + (form.between or "")
+        markers = "" if form is None else form.begin + form.middle + form.end + (form.between or "") + "".join(form.tags or ())
         return frozenset(id for token, id in self.special_ids.items() if token not in markers)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -117,14 +120,21 @@ class ToolTemplate:
     def _read_format(self, *, text_arguments: bool) -> ToolFormat | None:
         tools = [_made_tool(name) for name in NAMES]
         plain = self._try_apply([QUESTION, {"role": "assistant", "content": TEXT}], tools, answers=True)
-        chats = [template_messages([QUESTION, _made_message(count)], text_arguments=text_arguments) for count in (1, 2)]
-        single, double = (self._try_apply(chat, tools, answers=True) for chat in chats)
-        if plain is None or single is None:
-            return None
-        start = len(commonprefix([plain, single]))
-        answer = single[start : self._end_of_turn(plain, single)]
-        second = None if double is None or not double.startswith(single[:start]) else double[start:]
-        return find_format(answer, second, text_arguments=text_arguments)
+
+        def render(arguments: Sequence[Mapping[str, Any]]) -> str | None:
+            """Return the answer with calls that have these arguments, or None if the template takes no such answer."""
+            chat = template_messages([QUESTION, _made_message(arguments)], text_arguments=text_arguments)
+            text = self._try_apply(chat, tools, answers=True)
+            if plain is None or text is None:
+                return None
+            return text[len(commonprefix([plain, text])) : self._end_of_turn(plain, text)]
+
+        answer = render(ARGUMENTS[:1])
+        form = None if answer is None else find_format(answer, render(ARGUMENTS), text_arguments=text_arguments)
+        tagged = find_tagged_form(render) if form is None else None
+        if tagged is None:
+            return form
+        return ToolFormat("", "", "", False, tagged.begin, tagged.end, tagged.between, None, text_arguments, tagged.tags)
 
     def _end_of_turn(self, plain: str, single: str) -> int:
         """Return the index in ``single`` from which the two chats end alike, without a part of a special token."""
@@ -194,12 +204,9 @@ def _made_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}
 
 
-def _made_message(count: int) -> dict[str, Any]:
-    """Return an answer with ``count`` made-up calls."""
-    functions = [
-        {"name": name, "arguments": json.dumps(arguments)}
-        for name, arguments in zip(NAMES[:count], ARGUMENTS[:count], strict=True)
-    ]
+def _made_message(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an answer with made-up calls that have these arguments."""
+    functions = [{"name": name, "arguments": json.dumps(values)} for name, values in zip(NAMES, arguments, strict=False)]
     calls = [{"id": f"call{index}", "type": "function", "function": function} for index, function in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -281,6 +288,8 @@ def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Map
 
     ``tools`` holds the JSON schema of the arguments by name. ``special_ids`` holds the ids of the special tokens by their
     text."""
+    if form.tags is not None:
+        return _grammar_of_tagged_call(form, form.tags, tools, special_ids)
     names = [_quote(name) for name in tools]
     choices = []
     rules = []
@@ -291,6 +300,18 @@ def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Map
         rules.append(f"arguments{index}: %json {json.dumps(rule)}")
     call = f"({' | '.join(choices)})"
     start = _join(_literals(form.before, special_ids), call, _literals(_strip_end(form.after, special_ids), special_ids))
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _grammar_of_tagged_call(form: ToolFormat, tags: Tags, tools: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
+    choices = []
+    rules = []
+    for index, (name, schema) in enumerate(tools.items()):
+        call, new_rules = tagged_call_rules(tags, index, schema, lambda text: _literals(text, special_ids))
+        choices.append(_join(_quote(name), call))
+        rules += new_rules
+    call = f"({' | '.join(choices)})"
+    start = _join(_literals(form.begin, special_ids), call, _literals(_strip_end(form.end, special_ids), special_ids))
     return "\n".join([f"start: {start}", *rules])
 
 
@@ -322,11 +343,12 @@ def _join(*parts: str) -> str:
 class CallStream:
     """The calls in one answer's text. Text that may belong to a call is held back until that is clear.
 
-    ``names`` are the tools that may be called, and ``max_calls`` the most calls to report. None is no limit."""
+    ``schemas`` holds the JSON schemas of the arguments by the names of the tools that may be called. ``max_calls`` is the most
+    calls to report. None is no limit."""
 
-    def __init__(self, form: ToolFormat, names: Sequence[str], max_calls: int | None = None) -> None:
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Any], max_calls: int | None = None) -> None:
         self._form = form
-        self._names = frozenset(names)
+        self._schemas = schemas
         self._max_calls = max_calls
         self._marker = form.begin.strip()
         self._next_words = [text.split() for text in (form.between, form.end) if text is not None]
@@ -390,7 +412,7 @@ class CallStream:
         if parsed is None:
             return None
         values, end = parsed
-        if not values or any(name not in self._names for name, _ in values):
+        if not values or any(name not in self._schemas for name, _ in values):
             return None
         self._buffer = self._buffer[end:]
         self._opening = None
@@ -418,6 +440,9 @@ class CallStream:
 
     def _read_name_and_arguments(self) -> tuple[list[tuple[str, str]], int] | None:
         """Return a name and the arguments after it at the beginning of the buffer, and their end."""
+        if self._form.tags is not None:
+            tagged = read_tagged_call(self._form.tags, self._buffer, self._schemas)
+            return None if tagged is None else ([tagged[:2]], tagged[2])
         name, separator, rest = self._buffer.partition(self._form.middle.strip())
         value = _decode_first(rest) if separator else None
         if value is None or not isinstance(value.value, dict):
