@@ -77,7 +77,7 @@ def read_tagged_call(tags: Tags, text: str, schemas: Mapping[str, Any]) -> tuple
     properties = _properties(schemas.get(name, {}))
     arguments: dict[str, Any] = {}
     place = first.end
-    is_open = first.index == 0
+    is_open = first.number == 0
     while is_open:
         separator = _find_first(text, (tags.separator,), place)
         if separator is None:
@@ -89,14 +89,14 @@ def read_tagged_call(tags: Tags, text: str, schemas: Mapping[str, Any]) -> tuple
         value = _trim(text[separator.end : closing.start], before=tags.separator, after=tags.close)
         arguments[key] = _read_value(value, properties.get(key, {}))
         place = closing.end
-        is_open = closing.index == 0
+        is_open = closing.number == 0
     return name, json.dumps(arguments, ensure_ascii=False), place
 
 
 class Marker(NamedTuple):
-    """A marker in a text: its index among the markers, and its place without white space at its ends."""
+    """A marker in a text: its number among the markers, and its place without white space at its ends."""
 
-    index: int
+    number: int
     start: int
     end: int
 
