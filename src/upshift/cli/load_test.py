@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import ApiKeyFile, Html, Json, argument, option
+from upshift.cli.options import ApiKeyFile, Html, Json, argument, option, read_api_keys
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
@@ -89,7 +89,7 @@ def command(
         check_page_path(html)
     synthetic = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
     traffic = Traffic(rates=_read_rates(rate), seconds=duration, prompts=_read_prompts(prompts), **synthetic)
-    key = _read_key(api_key_file)
+    key = None if api_key_file is None else read_api_keys(api_key_file)[0]
     promised_ms = read_limit("max-ttft-ms", max_ttft_ms)
     with tables.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as current:
 
@@ -130,15 +130,6 @@ def _read_prompts(path: Path | None) -> tuple[str, ...]:
     if len(texts) < len(prompts):
         raise RequestError(f"--prompts {path} has chats; load-test sends texts: write a prompt a line")
     return texts
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip().splitlines()[0].strip()
-    except (OSError, UnicodeDecodeError, IndexError) as error:
-        raise RequestError(f"cannot read a key from --api-key-file {path}: {error}") from None
 
 
 def _table(report: Any) -> Table:

@@ -352,6 +352,17 @@ def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Return the API keys of a file, one in each line. Raise RequestError if it cannot be read, or has no key."""
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read --api-key-file {path}: {error}; give a file with a key a line") from None
+    if not keys:
+        raise RequestError(f"--api-key-file {path} has no key; write a key a line")
+    return keys
+
+
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
     """Return what the user says of the data. ``options``: options of the command, by name."""
     return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields if name in options})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from upshift.cli.options import (
     RaceSeconds,
     argument,
     option,
+    read_api_keys,
     read_generation_settings,
 )
 from upshift.cli.tables import dim
@@ -28,6 +30,29 @@ from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.units import GIB, format_seconds
 from upshift.versions import installed_version
+
+DEFAULT_CONCURRENCY = 8
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._~:\[\]-]+")
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+
+
+def _check_origins(origins: list[str]) -> list[str]:
+    """Return origins of web pages. Raise RequestError for a text that no browser sends as an origin."""
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise RequestError(
+                f"--allow-origin {origin!r} is no origin; write a scheme and a host without a path, such as https://example.org, "
+                "or * for all pages"
+            )
+    return origins
+
+
+def _check_root_path(path: str) -> str:
+    """Return the path of a proxy. Raise RequestError if it does not begin with a slash, or ends with one."""
+    if path and not ROOT_PATH.fullmatch(path):
+        raise RequestError(f"--root-path {path!r} is no path of a proxy; write one such as /llm, without a slash at its end")
+    return path
+
 
 Models = Annotated[
     list[str],
@@ -47,9 +72,37 @@ Port = Annotated[
     ),
 ]  # fmt: skip
 Concurrency = Annotated[
-    int,
-    option("--concurrency", text="The most answers to compute at once.", panel=Panel.SERVER, metavar="N", least=1),
+    int | None,
+    option("--concurrency", text="The most answers to compute at once.", panel=Panel.SERVER, metavar="N", default="8", least=1),
 ]
+AllowOrigin = Annotated[
+    list[str] | None,
+    option(
+        "--allow-origin", panel=Panel.SERVER, metavar="ORIGIN", default="none", check=_check_origins,
+        text="Allow the web pages of a site to use the server, such as https://example.org. * allows all pages.",
+    ),
+]  # fmt: skip
+RootPath = Annotated[
+    str,
+    option(
+        "--root-path", panel=Panel.SERVER, metavar="PATH", default="none", check=_check_root_path,
+        text="The path under which a proxy offers the server, such as /llm.",
+    ),
+]  # fmt: skip
+SslCertfile = Annotated[
+    Path | None,
+    option(
+        "--ssl-certfile", text="A certificate in a PEM file. The server then uses HTTPS.", panel=Panel.SERVER, metavar="PATH",
+        default="HTTP",
+    ),
+]  # fmt: skip
+SslKeyfile = Annotated[
+    Path | None,
+    option(
+        "--ssl-keyfile", text="The private key of the certificate, in a PEM file.", panel=Panel.SERVER, metavar="PATH",
+        default="in the certificate's file",
+    ),
+]  # fmt: skip
 Prompts = Annotated[
     Path | None,
     option(
@@ -101,7 +154,7 @@ def command(
     port: Port = 8000,
     max_ttft_ms: MaxTtft = None,
     max_tpot_ms: MaxTpot = None,
-    concurrency: Concurrency = 8,
+    concurrency: Concurrency = None,
     prompts: Prompts = None,
     prompt_length: PromptLength = None,
     output_length: OutputLength = None,
@@ -114,34 +167,44 @@ def command(
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
     api_key_file: ApiKeyFile = None,
+    allow_origin: AllowOrigin = None,
+    root_path: RootPath = "",
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
     race_seconds: RaceSeconds = None,
 ) -> None:
     """Serve models with an OpenAI-compatible API. Tests the installed engines, uses the fastest one, and stops at Ctrl-C."""
     _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
-    from upshift.serving.app import Limits
+    from upshift.serving.app import Site
+    from upshift.serving.guard import Limits
     from upshift.serving.messages import EngineRequest
     from upshift.serving.server import Address, serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _models_by_name(models)
-    generation_options = _read_settings(settings or [])
+    generation_settings = _read_settings(settings or [])
+    typed = {"--max-tpot-ms": max_tpot_ms, "--output-length": output_length, "--concurrency": concurrency}
+    generation_options = tuple(option for option, value in typed.items() if value is not None)
     requests = {
         name: EngineRequest(
             model=model, quality=quality, engine=engine,
             max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
-            concurrency=concurrency, prompts=None if prompts is None else str(prompts.resolve()), prompt_length=prompt_length,
-            output_length=output_length, max_waiting=max_waiting, race_seconds=read_seconds(race_seconds),
-            options=generation_options,
+            concurrency=concurrency or DEFAULT_CONCURRENCY, prompts=None if prompts is None else str(prompts.resolve()),
+            prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
+            race_seconds=read_seconds(race_seconds), options=generation_settings,
+            generation_options=generation_options if len(names) == 1 else (),
         )
         for name, model in names.items()
     }  # fmt: skip
-    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_read_keys(api_key_file))
+    keys = () if api_key_file is None else read_api_keys(api_key_file)
+    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys)
+    address = Address(host, port, ssl_certfile, ssl_keyfile, Site(root_path, tuple(allow_origin or ())))
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
-            requests, Address(host, port), limits, replicas=_num_replicas(replicas),
-            memory_bytes=None if total_memory is None else int(total_memory * GIB),
+            requests, address, limits, replicas=_num_replicas(replicas),
+            memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=generation_options,
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
 
@@ -195,18 +258,6 @@ def _models_by_name(models: list[str]) -> dict[str, str]:
             raise RequestError(f"two models are called {name!r}; write NAME=MODEL for one of them")
         models_by_name[name] = model
     return models_by_name
-
-
-def _read_keys(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read --api-key-file {path}: {error}; give a file with a key a line") from None
-    if not keys:
-        raise RequestError(f"--api-key-file {path} has no key; write a key a line")
-    return keys
 
 
 def _print_address(url: str) -> None:

@@ -15,6 +15,7 @@ from upshift import parent_process
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
     FROM_ENGINE,
+    MAX_LINE_BYTES,
     Cancel,
     Embed,
     EngineRequest,
@@ -30,7 +31,6 @@ from upshift.value import Value
 
 logger = logging.getLogger(__name__)
 State = Literal["asleep", "starting", "ready", "failed"]
-MAX_LINE_BYTES = 2**20  # a message holds one vector, or the text of a few tokens
 END_SECONDS = 5.0  # an engine may take to end by itself
 MAX_DEATHS = 3  # in a row, before the engine was ready
 ERROR_LINES = 20  # of the engine's standard error
@@ -47,6 +47,7 @@ class RequestRefused(RequestError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.why)
         self.status = refused.status
+        self.code = refused.code
         self.retry_after = refused.retry_after
 
 
@@ -84,7 +85,9 @@ class EngineProcess:
         return len(self._inboxes)
 
     async def start(self) -> Ready:
-        """Start the process, and return when the engine is ready. Raise the error that keeps it from starting."""
+        """Start the process, and return when the engine is ready. Raise the error that keeps it from starting.
+
+        Raise EngineDied if ``stop`` is called meanwhile."""
         if self._supervisor is None or self._supervisor.done():
             self.state = "starting"
             self.failure = None
@@ -95,19 +98,25 @@ class EngineProcess:
         if self.failure is not None:
             error_types = {2: RequestError, 3: NothingFits}
             raise error_types.get(self.failure.exit_code, JobFailed)(self.failure.why)
-        assert self.ready is not None
+        if self.ready is None:
+            raise EngineDied("the model was unloaded while it started; try again in a moment")
         return self.ready
 
     async def stop(self) -> None:
-        """Stop the process. Open requests are lost, so check ``in_flight`` first."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})
-        await self._end()
-        self.state = "asleep"
-        self.ready = None
+        """Stop the process. Open requests are lost, so check ``in_flight`` first.
+
+        The engine counts as asleep from now on, although its process may take seconds to end."""
+        supervisor = self._supervisor
+        process = self._process  # ``start`` may replace it from here on
         self._supervisor = None
+        self.ready = None
+        self.failure = None
+        self._set_state("asleep")
         self._abandon_requests()
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait({supervisor})
+        await self._end(process)
 
     async def pieces(self, request: Generate) -> AsyncGenerator[Piece]:
         """Yield the pieces of an answer. When the consumer stops, cancel the request. Raise RequestRefused or
@@ -213,7 +222,7 @@ class EngineProcess:
         except Exception as error:  # a process whose output cannot be read is of no use
             self._error_lines.append(f"its answer was not understood ({type(error).__name__})")
             logger.error("the engine of %s is ended: %s", self.request.model, self._error_lines[-1])
-            await self._kill()
+            await self._kill(self._process)
         self._abandon_requests()
         return was_ready
 
@@ -240,9 +249,8 @@ class EngineProcess:
             inbox.put_nowait(None)
         self._inboxes.clear()
 
-    async def _end(self) -> None:
-        """Close the input of the process, and kill the process if it does not end by itself."""
-        process = self._process
+    async def _end(self, process: asyncio.subprocess.Process | None) -> None:
+        """Close the input of a process, and kill the process if it does not end by itself."""
         if process is None or process.returncode is not None:
             return
         if process.stdin is not None:
@@ -250,10 +258,9 @@ class EngineProcess:
         try:
             await asyncio.wait_for(process.wait(), END_SECONDS)
         except TimeoutError:
-            await self._kill()
+            await self._kill(process)
 
-    async def _kill(self) -> None:
-        process = self._process
+    async def _kill(self, process: asyncio.subprocess.Process | None) -> None:
         if process is not None and process.returncode is None:
             process.kill()
             while process.stdout is not None and await process.stdout.read(2**16):  # asyncio sees no end while a pipe is full

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from upshift.errors import RequestError
 from upshift.value import Value
 
 Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
-Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
+Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids, or the messages of a chat
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
-MAX_ERROR_CHARACTERS = 1000  # of an engine's error in the message to the client
+MAX_ERROR_CHARACTERS = 1000  # of an error that is sent to a client
+MAX_LINE_BYTES = 2**20  # of a message from an engine: one vector, or the text of a few tokens
+CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for a prompt, or prompt and answer, that are too long
+
+
+def cut_error(text: str) -> str:
+    """Return the beginning of an error's text, which may quote a request of any length."""
+    return text[:MAX_ERROR_CHARACTERS]
+
+
+ErrorText = Annotated[str, AfterValidator(cut_error)]
+
+
+class ContextTooLong(RequestError):
+    """The prompt, or the prompt with its answer, is longer than the model's context."""
 
 
 class EngineRequest(Value):
@@ -32,6 +46,7 @@ class EngineRequest(Value):
     prompt_length: int | None = Field(None, gt=0, description="expected tokens; None: EXPECTED_TOKENS, or what the model allows")
     output_length: int | None = Field(None, gt=0)
     max_waiting: int = Field(256, gt=0)
+    generation_options: tuple[str, ...] = Field((), description="options of the user that an encoder would not use")
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
@@ -43,14 +58,20 @@ class Generate(Value):
     """A request for one text.
 
     ``options`` holds GenerationOptions by name. ``json_schema`` is the schema that the answer must match. It is a
-    string because pydantic reads at most 200 nested levels. ``top`` is the number of likeliest tokens to report beside
-    each chosen token. None reports no scores."""
+    string because pydantic reads at most 200 nested levels, and so is ``tools``, a list. ``top`` is the number of likeliest
+    tokens to report beside each chosen token. None reports no scores."""
 
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
     prompt: Prompt
     options: dict[str, Any] = {}
+    default_tokens: int | None = Field(None, description="of an answer, if neither the request nor the server's --set limits it")
+    ignore_eos: bool = Field(False, description="the model's own tokens that end a text do not end this one")
+    stop_token_ids: tuple[int, ...] = Field((), description="further tokens that end the text")
     json_schema: str | None = None
+    tools: str | None = Field(None, description="tools in OpenAI's form that the answer may call")
+    forced_tools: tuple[str, ...] = Field((), description="names of tools: the answer is a call of one of them")
+    max_calls: int | None = Field(None, description="of tools in the answer")
     top: int | None = None
 
 
@@ -59,7 +80,7 @@ class Embed(Value):
 
     kind: Literal["embed"] = "embed"
     id: int = 0  # the engine numbers them
-    texts: tuple[str, ...]
+    texts: tuple[str | tuple[int, ...], ...] = Field(description="texts, or their token ids")
     dimensions: int | None = None
 
 
@@ -95,7 +116,7 @@ class Failed(Value):
     """The report of an engine that cannot start. ``exit_code`` is the exit code for the command line."""
 
     kind: Literal["failed"] = "failed"
-    why: str
+    why: ErrorText
     exit_code: int
 
 
@@ -118,12 +139,20 @@ class TokenScore(Value):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelled)
 
 
+class ToolCall(Value):
+    """A call of a tool: its index in the answer, the name of the tool, and the arguments as a JSON object."""
+
+    index: int
+    name: str
+    arguments: str
+
+
 class Piece(Value):
     """The next part of an answer's text.
 
-    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused
-    from the cache. ``scores`` holds the tokens' log-probabilities if the request asks for them, without the token that
-    ends the text. ``ending`` is set on the last piece only."""
+    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused from the
+    cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
+    if the request asks for them, without the token that ends the text. ``ending`` is set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -131,8 +160,14 @@ class Piece(Value):
     tokens: int
     prompt_tokens: int
     cached_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
     scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
+        return not (self.text or self.calls or self.scores or self.ending)
 
 
 class Vector(Value):
@@ -151,24 +186,26 @@ class Vector(Value):
 class Refused(Value):
     """The answer to a request that the engine rejects or that failed.
 
-    ``status`` is the HTTP status: 400, 413, 429 or 500. ``failure`` is the type of the exception. Logs contain only
-    this type, because the message may quote the request."""
+    ``status`` is the HTTP status: 400, 413, 429 or 500. ``code`` is OpenAI's name of the error, where it has one.
+    ``failure`` is the type of the exception. Logs contain only this type, because the message may quote the request."""
 
     kind: Literal["refused"] = "refused"
     id: int
     status: int
-    why: str
+    why: ErrorText
+    code: str | None = None
     retry_after: float | None = Field(None, description="seconds")
     failure: str | None = None
 
     @classmethod
     def from_error(cls, id: int, error: Exception) -> Refused:
         """Return the answer to a request that failed with ``error`` while the other requests go on."""
+        if isinstance(error, ContextTooLong):
+            return cls(id=id, status=400, why=str(error), code=CONTEXT_CODE)
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
         failure = type(error).__name__
-        message = f"the engine failed at this request alone: {failure}: {error}"
-        return cls(id=id, status=500, why=message[:MAX_ERROR_CHARACTERS], failure=failure)
+        return cls(id=id, status=500, why=f"the engine failed at this request alone: {failure}: {error}", failure=failure)
 
 
 class Heartbeat(Value):

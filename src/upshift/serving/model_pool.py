@@ -27,9 +27,9 @@ class NoRoom(JobFailed):
 class ModelPool:
     """The engines of all models that a server offers, some of them loaded.
 
-    ``engines`` holds the engines by model name. ``memory_bytes`` is the memory limit of all engines together, or None
-    for no limit. ``sizes`` holds the bytes that a model is expected to take at least. The first load of a model
-    replaces its expected bytes by the measured bytes."""
+    A load is a task of the pool. It goes on when the client whose request began it leaves. ``engines`` holds the engines by
+    model name. ``memory_bytes`` is the memory limit of all engines together, or None for no limit. ``sizes`` holds the bytes
+    that a model is expected to take at least. The first load of a model replaces its expected bytes by the measured bytes."""
 
     engines: dict[str, ReplicaSet]
     metrics: Metrics
@@ -37,6 +37,7 @@ class ModelPool:
     memory_bytes: int | None = None
     _load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _users: dict[str, int] = field(default_factory=dict)
+    _loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # that run now, by model name
 
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
@@ -48,8 +49,8 @@ class ModelPool:
         engine = self.engines[name]
         self._users[name] = self._users.get(name, 0) + 1
         try:
-            if engine.state != "ready":
-                await self._load(name)
+            while engine.state != "ready":  # it may die again before this request goes on
+                await self._wait_for_load(name)
             engine.last_used = time.monotonic()
             yield engine
         finally:
@@ -65,7 +66,12 @@ class ModelPool:
                     await contexts.enter_async_context(self.using(name))
 
     async def stop(self) -> None:
-        """Stop all engines."""
+        """Cancel the loads that run, and stop all engines."""
+        loads = list(self._loads.values())
+        for load in loads:
+            load.cancel()
+        if loads:
+            await asyncio.wait(loads)
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
     def update_gauges(self) -> None:
@@ -76,16 +82,40 @@ class ModelPool:
             self.metrics.waiting.labels(name).set(engine.heartbeat.waiting)
             self.metrics.resident.labels(name).set(self._loaded_bytes(name))
 
+    async def _wait_for_load(self, name: str) -> None:
+        """Wait until a load of the model has ended, and begin one if none runs. Raise the load's error."""
+        load = self._loads.get(name)
+        if load is None:
+            load = asyncio.create_task(self._load(name))
+            load.add_done_callback(partial(self._end_load, name))
+            self._loads[name] = load
+        await asyncio.wait({load})  # which does not cancel the load if it is itself canceled
+        if load.cancelled():
+            raise JobFailed(f"the server stops, and does not load {name}; ask another server")
+        load.result()
+
+    def _end_load(self, name: str, load: asyncio.Task[None]) -> None:
+        """Forget a load that has ended. Log its error if no request waits for it."""
+        del self._loads[name]
+        error = None if load.cancelled() else load.exception()
+        if error is not None and not self._users.get(name):
+            logger.error("%s could not be loaded: %s", name, error)
+
     async def _load(self, name: str) -> None:
         async with self._load_lock:
             engine = self.engines[name]
-            was_asleep = engine.state == "asleep"
+            needs_room = engine.state in ("asleep", "failed")
             start = time.monotonic()
-            if was_asleep:
+            if needs_room:
                 await self._make_room(name)
-            ready = await engine.start()
+            try:
+                ready = await engine.start()
+            except UpshiftError:
+                if needs_room and engine.state != "failed":  # some of its replicas may run
+                    await engine.stop()
+                raise
             self.sizes[name] = ready.resident_bytes
-            if not was_asleep:
+            if not needs_room:
                 return
             self._record_start(name, time.monotonic() - start, ready)
             try:
@@ -131,14 +161,13 @@ class ModelPool:
         return self._loaded_bytes(name) or self.sizes.get(name, 0)
 
     def _loaded_bytes(self, name: str) -> int:
-        """Return the bytes that the model takes now. Return its expected bytes while it starts, and 0 if it is not
-        loaded."""
+        """Return the bytes that the model takes now, or 0 if it is not loaded. An engine that starts counts as large as it is
+        expected to become, also as one of several."""
         engine = self.engines[name]
         if engine.state not in ("ready", "starting"):
             return 0
-        if engine.ready is None:
-            return self.sizes.get(name, 0)
-        return max(engine.heartbeat.resident_bytes, engine.ready.resident_bytes)
+        ready_bytes = engine.ready.resident_bytes if engine.ready is not None else 0
+        return max(engine.heartbeat.resident_bytes, ready_bytes, self.sizes.get(name, 0))
 
     def _record_restart(self, name: str, seconds: float) -> None:
         self.metrics.restarts.labels(name).inc()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
 from upshift.serving.messages import Generate, Piece, Prompt
 from upshift.text import find_lone_surrogate
@@ -17,10 +18,20 @@ from upshift.text import find_lone_surrogate
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-class AnswerForm(BaseModel):
-    """The form of an answer: any text, any JSON object, or JSON that matches a schema."""
+class Body(BaseModel):
+    """An object in the body of a request. A field that is null counts as left out, and an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        """Remove the fields that are null. Objects of the user's own, such as a JSON schema, stay as they are."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+class AnswerForm(Body):
+    """The form of an answer: any text, any JSON object, or JSON that matches a schema."""
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
@@ -40,10 +51,8 @@ class ObjectForm(AnswerForm):
         return ANY_OBJECT
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(Body):
     """A named JSON schema. Answers always match it, whether ``strict`` is set or not."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     description: str | None = None
@@ -65,9 +74,16 @@ TEXT = TextForm(type="text")
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 256
+MAX_INPUTS = 2048  # texts of a request for embeddings
 MAX_LIKELIEST = 20  # tokens that are reported at one position
 MAX_BIASED_TOKENS = 1024
-Role = Literal["system", "developer", "user", "assistant"]
+MAX_STOP_TOKENS = 64
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+NOT_KEPT = "taken, and not kept"
+MAX_TOOLS = 128
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TOKEN_KEY = "^[0-9]{1,9}$"
@@ -77,19 +93,34 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
 TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MIN_DIVISOR}}
+NOT_ASSISTANT: dict[str, Any] = {"properties": {"role": {"not": {"const": "assistant"}}}}
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "allOf": [
+        {
+            "if": NOT_ASSISTANT,
+            "then": {
+                "required": ["content"],
+                "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}},
+            },
+        },
+        {
+            "if": {"properties": {"role": {"const": "tool"}}},
+            "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+            "else": {"properties": {"tool_call_id": {"type": "null"}}},
+        },
+    ],
+}
 LOGPROBS_SCHEMA: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
 }
 
 
-class RequestBody(BaseModel):
+class RequestBody(Body):
     """The fields of every request."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
-
     model: str = Field(description="one of GET /v1/models")
-    user: str | None = Field(None, description="taken, and not kept")
+    user: str | None = Field(None, description=NOT_KEPT)
 
     @model_validator(mode="before")
     @classmethod
@@ -101,9 +132,7 @@ class RequestBody(BaseModel):
         return body
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = Field(False, description="false: nothing is added to answers")
 
@@ -130,6 +159,16 @@ class SamplingRequest(RequestBody):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(False, description="not OpenAI's; the text goes on after the tokens with which the model ends it")
+    min_tokens: int | None = Field(None, ge=0, description="not OpenAI's; tokens before the text may end")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = Field(
+        [], description="not OpenAI's; further tokens that end the text"
+    )
+    metadata: dict[str, str] | None = Field(None, description=NOT_KEPT)
+    store: bool | None = Field(None, description=NOT_KEPT)
+    service_tier: str | None = Field(None, description=NOT_KEPT)
+    prompt_cache_key: str | None = Field(None, description=NOT_KEPT)
+    safety_identifier: str | None = Field(None, description=NOT_KEPT)
 
     @field_validator("temperature")
     @classmethod
@@ -138,10 +177,18 @@ class SamplingRequest(RequestBody):
             raise PydanticCustomError("too_small", f"{temperature:g} is too small; give 0, or {MIN_DIVISOR:g} to 2")
         return temperature
 
+    def check(self) -> None:
+        """Raise RequestError for fields that do not fit together, where the description at /docs cannot say so."""
+
     @property
     def max_answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer."""
         return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer if neither the request nor the server limits it."""
+        return None
 
     @property
     def top_count(self) -> int | None:
@@ -155,7 +202,15 @@ class SamplingRequest(RequestBody):
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
         """Return the engine's request for one text."""
-        return Generate(prompt=prompt, options=self._options(seed), json_schema=self.json_schema, top=self.top_count)
+        return Generate(
+            prompt=prompt,
+            options=self._options(seed),
+            default_tokens=self.default_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids),
+            json_schema=self.json_schema,
+            top=self.top_count,
+        )
 
     def _options(self, seed: int) -> dict[str, Any]:
         """Return the GenerationOptions of the request, by name."""
@@ -169,28 +224,100 @@ class SamplingRequest(RequestBody):
             options["sequence_bias"] = [((int(token),), bias) for token, bias in self.logit_bias.items()]
         if self.stop:
             options["stop_strings"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.min_tokens:
+            options["min_new_tokens"] = self.min_tokens
         return options | {"seed": seed, "max_new_tokens": self.max_answer_tokens}
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CalledFunction(Body):
+    name: ToolName
+    arguments: str = Field(description="a JSON object")
+
+
+class MessageCall(Body):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Body):
+    """A tool that the answer may call. ``parameters`` is the JSON schema of its arguments. Without it, there are none."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="calls that tool_choice forces match the schema, whether this is set or not")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it: with a description and a schema."""
+        function = self.function
+        parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
+        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
+        return {"type": "function", "function": fields}
+
+
+class FunctionName(Body):
+    name: ToolName
+
+
+class ForcedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Message(Body):
+    """A message of a chat. An answer of this server, or of OpenAI's, can be sent back as it came."""
+
+    model_config = ConfigDict(json_schema_extra=MESSAGE_SCHEMA)
 
     role: Role
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = Field(None, description="taken; chat templates have no place for it")
+    annotations: Annotated[list[Any], Field(max_length=0)] = []
+    tool_calls: list[MessageCall] = []
+    tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
 
-    def to_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "the content is missing; only a message of the assistant may have none")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError("no_call", "a message of the role tool, and no other, has a tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("no_calls", "only a message of the assistant has tool_calls")
+        return self
+
+    def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it: with the content as one string, and without the role
         "developer"."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class ChatRequest(SamplingRequest):
@@ -201,6 +328,53 @@ class ChatRequest(SamplingRequest):
     response_format: ResponseFormat = TEXT
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | ForcedTool = Field(
+        "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+
+    def check(self) -> None:
+        for position, message in enumerate(self.messages):
+            for call in message.tool_calls:
+                if not _is_json_object(call.function.arguments or "{}"):
+                    raise RequestError(
+                        f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them "
+                        "as they came"
+                    )
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name; give each a name of its own")
+        unknown_names = set(self._forced_names) - set(names)
+        if unknown_names:
+            raise RequestError(f"tool_choice names {min(unknown_names)}, which is not in tools; name one of them")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice is required, and there are no tools; give some")
+        if self._offered_tools and self.json_schema is not None:
+            raise RequestError("an answer in a response_format calls no tools; set tool_choice to none, or leave out one of them")
+
+    @property
+    def _offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def _forced_names(self) -> list[str]:
+        """Return the names of the tools of which the answer must call one, or nothing if it need not call any."""
+        if isinstance(self.tool_choice, ForcedTool):
+            return [self.tool_choice.function.name]
+        return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
+
+    def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
+        request = super().engine_request(prompt, seed=seed)
+        if not self._offered_tools:
+            return request
+        return request.model_copy(
+            update={
+                "tools": json.dumps([tool.to_template() for tool in self._offered_tools]),
+                "forced_tools": tuple(self._forced_names),
+                "max_calls": None if self.parallel_tool_calls else 1,
+            }
+        )
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
@@ -240,28 +414,36 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
     @property
-    def max_answer_tokens(self) -> int | None:
-        return self.max_tokens or 16  # OpenAI's default
+    def default_tokens(self) -> int:
+        return DEFAULT_COMPLETION_TOKENS
 
     def prompts(self) -> list[Any]:
         """Return each prompt ``n`` times. Token ids become tuples."""
-        prompts: list[Any]
-        if isinstance(self.prompt, str):
-            prompts = [self.prompt]
-        elif isinstance(self.prompt[0], int):
-            prompts = [tuple(self.prompt)]
-        else:
-            prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt]
-        return [prompt for prompt in prompts for _ in range(self.n)]
+        return [prompt for prompt in _split_texts(self.prompt) for _ in range(self.n)]
+
+
+def _split_texts(texts: Any) -> list[Any]:
+    """Return a list of texts and of tuples of token ids, from one or several of either."""
+    if isinstance(texts, str):
+        return [texts]
+    if isinstance(texts[0], int):
+        return [tuple(texts)]
+    return [text if isinstance(text, str) else tuple(text) for text in texts]
 
 
 class EmbeddingRequest(RequestBody):
-    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="the first ones alone, for models that are trained for it")
 
-    def texts(self) -> tuple[str, ...]:
-        return (self.input,) if isinstance(self.input, str) else tuple(self.input)
+    def texts(self) -> tuple[Any, ...]:
+        """Return the texts. Token ids become tuples."""
+        return tuple(_split_texts(self.input))
 
 
 class PromptTokens(BaseModel):

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
 from upshift.serving.engine_client import RequestRefused
-from upshift.serving.messages import Piece, TokenScore
+from upshift.serving.messages import Piece, TokenScore, ToolCall, cut_error
 from upshift.serving.openai_requests import ChatRequest, CompletionRequest, ErrorAnswer, Usage
 
 TextRequest = ChatRequest | CompletionRequest
@@ -80,11 +80,12 @@ class Answer:
         self._texts: dict[int, list[str]] = {}
         self._last_pieces: dict[int, Piece] = {}
         self._token_counts: dict[int, int] = {}
+        self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
-    def add(self, choice: Choice) -> None:
-        """Append a piece to its choice."""
+    def add(self, choice: Choice) -> list[dict[str, Any]]:
+        """Append a piece to its choice. Return the calls of tools in the piece, in OpenAI's form."""
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
         self._last_pieces[index] = piece
@@ -92,6 +93,9 @@ class Answer:
         for score in piece.scores:
             self._scores[index].append(score)
             self._offsets[index].add(score)
+        calls = [_format_call(call) for call in piece.calls]
+        self._calls[index] += calls
+        return calls
 
     @property
     def usage(self) -> Usage:
@@ -105,22 +109,36 @@ class Answer:
         choices = []
         for index in sorted(self._texts):
             text = "".join(self._texts[index])
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            content: dict[str, Any] = {"message": self._message(index, text)} if is_chat else {"text": text}
             logprobs = self._format_logprobs(index, self._scores[index])
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": self._last_pieces[index].ending})
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)})
         return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
 
-    def event(self, choice: Choice, *, first: bool) -> bytes:
-        """Return a piece as a server-sent event. ``first`` marks the first piece of its choice."""
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        """Return the message of a choice. Beside calls, a text of white space is no content."""
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[index]]
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text if text.strip() else None, "tool_calls": calls}
+
+    def _finish_reason(self, index: int) -> str | None:
+        """Return why a choice ended, or None if it goes on."""
+        ending = self._last_pieces[index].ending
+        return "tool_calls" if ending == "stop" and self._calls[index] else ending
+
+    def event(self, choice: Choice, calls: list[dict[str, Any]], *, first: bool) -> bytes:
+        """Return a piece with its calls as a server-sent event. ``first`` marks the first piece of its choice."""
         index, piece = choice
         content: dict[str, Any]
         if isinstance(self.request, ChatRequest):
-            delta = {"content": piece.text} | ({"role": "assistant"} if first else {})
-            content = {"delta": delta}
+            delta: dict[str, Any] = {"content": piece.text} if piece.text or not calls else {}
+            if calls:
+                delta["tool_calls"] = calls
+            content = {"delta": delta | ({"role": "assistant"} if first else {})}
         else:
             content = {"text": piece.text}
         logprobs = self._format_logprobs(index, piece.scores)
-        body = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.ending}
+        body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
         return _format_event(self._head(self._chunk_kind) | {"choices": [body]})
 
     def last_events(self) -> bytes:
@@ -146,6 +164,12 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+
+
+def _format_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in the form of a stream, which has an index."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def error_event(error: dict[str, Any]) -> bytes:
@@ -217,23 +241,30 @@ RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
 class Refusal(NamedTuple):
-    """An error answer: HTTP status, message, the field that is wrong, and the seconds after which to try again."""
+    """An error answer: HTTP status, message, the field that is wrong, the seconds after which to try again, and OpenAI's code.
+
+    Message and field may quote the request, and are cut where they are sent."""
 
     status: int
     message: str
     param: str | None = None
     retry_after: float | None = None
+    code: str | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""
         error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": None}}
+        param = None if self.param is None else cut_error(self.param)
+        return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
+
+
+FAULT = Refusal(500, "the server failed at this request; its log says how")
 
 
 def refusal_of(error: BaseException) -> Refusal | None:
     """Return the refusal for an error, or None if the error is a fault of the server itself."""
     if isinstance(error, RequestRefused):
-        return Refusal(error.status, str(error), retry_after=error.retry_after)
+        return Refusal(error.status, str(error), retry_after=error.retry_after, code=error.code)
     if isinstance(error, RequestValidationError):
         return _refusal_of_invalid(error)
     if isinstance(error, HTTPException):
@@ -247,9 +278,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
     return None
 
 
-def error_response(refusal: Refusal | None) -> JSONResponse:
-    """Return the HTTP response for a refusal. None stands for a fault of the server."""
-    refusal = refusal or Refusal(500, "the server failed at this request; its log says how")
+def error_response(refusal: Refusal) -> JSONResponse:
+    """Return the HTTP response for a refusal."""
     headers = {}
     if refusal.retry_after is not None:
         headers["Retry-After"] = str(max(math.ceil(refusal.retry_after), 1))

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
-from upshift.serving.engine_client import EngineProcess, RequestRefused, State, Vectors
+from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, Vectors
 from upshift.serving.messages import Embed, EngineRequest, Generate, Heartbeat, Piece, Ready
 
 ROUTING_LENGTH = 256  # characters, or tokens, of a prompt's beginning that decide where it goes
@@ -64,15 +64,15 @@ class ReplicaSet:
     @property
     def ready(self) -> Ready | None:
         """Return the report of the first ready engine with the rows, bytes and capacity of all ready engines together."""
-        reports = [engine.ready for engine in self.engines if engine.ready is not None]
+        reports = [engine.ready for engine in self.engines if engine.state == "ready" and engine.ready is not None]
         if not reports:
             return None
-        capacities = [report.capacity for report in reports if report.capacity is not None]
         return reports[0].changed(
             replicas=len(reports),
             rows=sum(report.rows for report in reports),
             resident_bytes=sum(report.resident_bytes for report in reports),
-            capacity=sum(capacities) if capacities else None,
+            capacity=_sum_known([report.capacity for report in reports]),
+            predicted_capacity=_sum_known([report.predicted_capacity for report in reports]),
         )
 
     async def start(self) -> Ready:
@@ -82,7 +82,8 @@ class ReplicaSet:
         await first.start()
         await asyncio.gather(*(engine.start() for engine in others))
         ready = self.ready
-        assert ready is not None
+        if ready is None:
+            raise EngineDied("the engine died as soon as it was ready; try again in a moment")
         return ready
 
     async def stop(self) -> None:
@@ -129,3 +130,9 @@ class ReplicaSet:
             ranking.remove(preferred)
             ranking.insert(0, preferred)
         return ranking
+
+
+def _sum_known(values: list[float | None]) -> float | None:
+    """Return the sum of the values that are known, or None if no value is."""
+    known_values = [value for value in values if value is not None]
+    return sum(known_values) if known_values else None

@@ -7,15 +7,18 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 
 from upshift.errors import RequestError
 from upshift.inference.weights import weights_size
 from upshift.models.source import find_model
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, Site, make_app
+from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
@@ -28,10 +31,15 @@ PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors that another port may s
 
 @dataclass(frozen=True)
 class Address:
-    """The address that the server listens on. Port 0 stands for a free port."""
+    """The address that the server listens on. Port 0 stands for a free port.
+
+    With ``certificate``, the server speaks HTTPS. ``private_key`` is a file, or None if the certificate's file has the key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    certificate: Path | None = None
+    private_key: Path | None = None
+    site: Site = field(default_factory=Site)
 
 
 def serve(
@@ -41,6 +49,7 @@ def serve(
     *,
     replicas: int = 1,
     memory_bytes: int | None = None,
+    generation_options: Sequence[str] = (),
     on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
     on_open: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -52,10 +61,12 @@ def serve(
         limits: limits of requests, and the API keys.
         replicas: number of engines of each model.
         memory_bytes: memory of all engines together. None sets no limit.
+        generation_options: options of the user that only models that generate use.
         on_ready: receives the name and the report of each engine that has started.
         on_open: receives the URL when the server accepts requests.
     """
-    listener = _listen(address)  # report a port in use before a race that takes minutes
+    _check_certificate(address)  # report these two before a race that takes minutes
+    listener = _listen(address)
     metrics = Metrics()
     engines = {name: ReplicaSet(request, replicas) for name, request in requests.items()}
     sizes: dict[str, int] = {}
@@ -64,8 +75,10 @@ def serve(
     server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
-        make_app(server),
+        make_app(server, address.site),
         access_log=False,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.private_key,
         log_config=None,
         timeout_graceful_shutdown=DRAIN_SECONDS,
         limit_concurrency=MAX_CONNECTIONS,
@@ -74,13 +87,14 @@ def serve(
         server_header=False,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
-        runner.run(_run_server(server, config, listener, on_ready, on_open))
+        runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
 
 
 async def _run_server(
     server: Server,
     config: uvicorn.Config,
     listener: socket.socket,
+    generation_options: Sequence[str],
     on_ready: Callable[[str, Ready], None],
     on_open: Callable[[str], None],
 ) -> None:
@@ -95,15 +109,24 @@ async def _run_server(
             start_task.cancel()
             return
         start_task.result()
+        _check_options_are_used(server.pool, generation_options)
         for name, engine in server.pool.engines.items():
             if engine.ready is not None:
                 on_ready(name, engine.ready)
         host, port = listener.getsockname()[:2]
-        on_open(f"http://{_format_address(host, port)}")
+        on_open(f"{'https' if config.is_ssl else 'http'}://{_format_address(host, port)}")
         await uvicorn.Server(config).serve(sockets=[listener])
     finally:
         stop_task.cancel()
         await server.pool.stop()
+
+
+def _check_options_are_used(pool: ModelPool, generation_options: Sequence[str]) -> None:
+    """Raise RequestError for options of generation if all models encode."""
+    tasks = {engine.ready.task if engine.ready is not None else "unknown" for engine in pool.engines.values()}
+    if generation_options and tasks == {"encode"}:
+        shown = " and ".join(generation_options)
+        raise RequestError(f"{shown}: for models that generate, and all models here encode texts; leave it out")
 
 
 def _min_engine_bytes(request: EngineRequest) -> int:
@@ -121,6 +144,27 @@ def _stop_on_signals(stop_requested: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop_requested.set))
+
+
+def _check_certificate(address: Address) -> None:
+    """Raise RequestError if the certificate and its key cannot be used."""
+    if address.certificate is None:
+        if address.private_key is not None:
+            raise RequestError(f"--ssl-keyfile {address.private_key} is the key of a certificate; give --ssl-certfile, too")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(address.certificate, address.private_key, password=_refuse_password)
+    except (OSError, ValueError) as error:
+        shown_key = "" if address.private_key is None else f" with --ssl-keyfile {address.private_key}"
+        raise RequestError(
+            f"--ssl-certfile {address.certificate}{shown_key} cannot be used: {error}; give a certificate and its key, without a "
+            "password, as PEM files"
+        ) from None
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key has a password")
 
 
 def _listen(address: Address) -> socket.socket:

@@ -28,10 +28,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from malformed import EXPECTED, broken
 from running_server import KEY, WORDS, Running, serving, wait, write_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
-from web_driver import driven
+from web_driver import Page, driven
 
 from upshift.serving import server as door
-from upshift.serving.app import Limits
+from upshift.serving.guard import Limits
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 
@@ -122,6 +122,42 @@ def prompt_tokens(server: Running, *prompts: str) -> int:
     return sum(server.post("/v1/completions", body).json()["usage"]["prompt_tokens"] for body in bodies)
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(server: Running) -> None:
+    for path, body in (
+        ("/v1/completions", {"model": "tiny", "prompt": [5] * 300}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x " * 300}]}),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 256}),
+        ("/v1/embeddings", {"model": "enc", "input": [5] * 65}),
+    ):
+        answer = server.post(path, body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), answer.text
+        assert error["message"].startswith("This model's maximum context length is ") and "Please reduce" in error["message"]
+
+
+def test_which_tokens_end_an_answer(server: Running, models: Path) -> None:
+    asked = {"model": "tiny", "prompt": "moon", "max_tokens": 30, "temperature": 0, "logprobs": 0}
+    tokenizer = AutoTokenizer.from_pretrained(models / "tiny")
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "tiny")
+    prompt = tokenizer("moon").input_ids
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None)[
+        0, len(prompt) :
+    ].tolist()
+    stop = next(token for token in tokens[3:] if token not in tokens[:3])
+
+    def count(**fields: Any) -> tuple[int, str]:
+        answer = server.post("/v1/completions", asked | fields).json()
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    assert count(stop_token_ids=[stop]) == (tokens.index(stop) + 1, "stop")
+    assert count(ignore_eos=True) == (30, "length")
+    end = tokenizer.eos_token_id
+    assert count(logit_bias={str(end): 100}) == (1, "stop")
+    assert count(logit_bias={str(end): 100}, ignore_eos=True) == (30, "length")
+    assert count(logit_bias={str(end): 100}, min_tokens=5) == (6, "stop")
+    assert server.post("/v1/completions", asked | {"min_tokens": 31}).json()["error"]["message"].startswith("min_tokens is 31")
+
+
 def test_a_text_ends_before_a_stop_string(server: Running) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "moon", "max_tokens": 30, "temperature": 0}
     whole = server.client.completions.create(**asked).choices[0].text
@@ -155,6 +191,10 @@ def test_embeddings(server: Running, models: Path) -> None:
     expected = [mean_of_tokens(models, text) for text in texts]
     np.testing.assert_allclose(rows[0], expected, atol=1e-5)
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-7)
+    ids = AutoTokenizer.from_pretrained(models / "enc")(texts).input_ids
+    for sent, wanted in ((ids, rows[0]), (ids[0], rows[0][:1])):
+        tokens = server.client.embeddings.create(model="enc", input=sent)
+        np.testing.assert_allclose([one.embedding for one in tokens.data], wanted, atol=1e-6)
     short = server.client.embeddings.create(model="enc", input=texts, dimensions=5)
     np.testing.assert_allclose([one.embedding for one in short.data], rows[0][:, :5], atol=1e-7)
 
@@ -169,13 +209,13 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", {"model": "enc", "input": "x", "dimensions": 33}, 400, "vectors of 32"),
     ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "is empty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),
-    ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "more than the 256 positions"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "maximum context length is 256 tokens"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 9}, 400, "temperature"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 1e-40}, 400, "temperature: 1e-40 is too small"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1]] * 257}, 400, "at most 256 items"),
     ("/v1/completions", {"model": "tiny", "prompt": ["x"] * 3, "n": 3}, 400, "ask for at most 8"),
-    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x", "name": ""}]}, 400, "0.name is"),
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x", "audio": {}}]}, 400, "0.audio is"),
     ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "broken"}]}, FAILED, "division by zero"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/completions", {"model": "tiny", "prompt": "x" * 200_000}, 413, "larger than 100,000 bytes"),
@@ -184,10 +224,11 @@ WRONG: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "words"), WRONG)
-def test_wrong_requests(path: str, body: Any, status: int, words: str, server: Running) -> None:
+def test_wrong_requests(path: str, body: Any, status: int, words: str, server: Running, models: Path) -> None:
     before = server.engine()["processes"]
     answer = server.post(path, body)
     assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+    assert "max_new_tokens" not in answer.text and str(models) not in answer.text
     assert server.engine()["processes"] == before
 
 
@@ -305,6 +346,56 @@ def test_two_engines_of_one_model(models: Path, tmp_path: Path) -> None:
         assert all(running.post("/v1/completions", {**body, "prompt": word}).status_code == 200 for word in WORDS)
 
 
+SLOW_FETCH = """
+window.bodies = [];
+window.fetch = (url, options) => {
+  bodies.push(JSON.parse(options.body).messages.map(message => message.content));
+  const stream = new ReadableStream({start(controller) {
+    window.say = text => controller.enqueue(new TextEncoder().encode(
+      'data: ' + JSON.stringify({choices: [{delta: {content: text}}]}) + '\\n\\n'));
+    window.end = () => controller.close();
+    options.signal.addEventListener("abort", () => controller.error(new DOMException("stopped", "AbortError")));
+  }});
+  return Promise.resolve(new Response(stream));
+};
+const enter = new KeyboardEvent("keydown", {key: "Enter", isComposing: true, cancelable: true});
+document.querySelector("#text").value = "half a word";
+document.querySelector("#text").dispatchEvent(enter);
+return bodies.length;
+"""
+
+
+def check_interruptions(page: Page) -> None:
+    """Stop and New chat while an answer comes, and Enter of an input method: by a server that the test plays."""
+
+    def idle() -> bool:
+        return not page.run("return document.querySelector('#send').disabled")
+
+    assert page.run(SLOW_FETCH) == 0, "Enter confirmed a word, and sent nothing"
+    page.run("document.querySelector('#text').value = ''")
+    page.type("#text", "one\ue007")
+    wait(lambda: page.run("return bodies.length") == 1)
+    page.click("#stop")
+    wait(idle)
+    page.type("#text", "two\ue007")
+    wait(lambda: page.run("return bodies.length") == 2)
+    page.run("say('half')")
+    wait(lambda: "half" in page.text("main"))
+    page.click("#stop")
+    wait(idle)
+    page.type("#text", "three\ue007")
+    wait(lambda: page.run("return bodies.length") == 3)
+    assert page.run("return bodies") == [["one"], ["two"], ["two", "half", "three"]]
+    page.run("say('old')")
+    page.click("#new")
+    assert page.text("main") == "" and idle()
+    page.type("#text", "four\ue007")
+    wait(lambda: page.run("return bodies.length") == 4)
+    page.run("say('new'); end()")
+    wait(idle)
+    assert page.run("return bodies[3]") == ["four"] and "old" not in page.text("main") and "new" in page.text("main")
+
+
 def test_a_chat_in_a_browser(server: Running, tmp_path: Path) -> None:
     """The page at /: a key, a model, an answer as it comes, a new chat, a refusal in words."""
     with driven(tmp_path / "profile") as page:
@@ -325,6 +416,7 @@ def test_a_chat_in_a_browser(server: Running, tmp_path: Path) -> None:
         assert "send a key that this server knows" in page.text("main p.error")
         page.click("#new")
         assert page.text("main") == ""
+        check_interruptions(page)
         said = [line for line in page.complaints() if not any(word in line for word in ("401", "favicon", "[DOM]"))]
         assert not said
         for width, height in ((1280, 800), (390, 844)):
@@ -345,6 +437,15 @@ def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:
         assert 0 < phase["first_token"]["p50"] <= phase["first_token"]["p99"]
     assert "Load test of tiny" in page.read_text()
     assert upshift("load-test", "http://127.0.0.1:9").code == 2
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "wrong").write_text("third\n")
+    for options, words in (
+        ((), "answers with status 401: send a key that this server knows: Authorization: Bearer KEY; give --api-key-file"),
+        (("--api-key-file", tmp_path / "wrong"), "answers with status 401"),
+        (("--api-key-file", tmp_path / "empty"), "has no key; write a key a line"),
+    ):
+        refused = upshift("load-test", server.url, *options)
+        assert refused.code == 2 and words in refused.err, refused.err
     refused = upshift("load-test", server.url, *key)
     assert refused.code == 2 and "give --model one of tiny, enc" in refused.err
 

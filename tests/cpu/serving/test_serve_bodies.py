@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_serving_parts import Counted, of_several
 
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, make_app
+from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 

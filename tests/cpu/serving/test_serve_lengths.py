@@ -15,7 +15,7 @@ from upshift.errors import RequestError
 from upshift.inference.weights import find_weights
 from upshift.serving.engine.generation import DEFAULT_ANSWER_TOKENS, GenerationWorker
 from upshift.serving.engine.main import _select_engine
-from upshift.serving.messages import EngineRequest, Generate
+from upshift.serving.messages import ContextTooLong, EngineRequest, Generate
 from upshift.serving.openai_requests import CompletionRequest
 
 POSITIONS = 64
@@ -67,10 +67,11 @@ def test_a_chat_with_longrope_ends_at_its_border_and_a_prompt_beyond_it_is_refus
 
 @pytest.mark.parametrize("config", [BART, GPT2], ids=["encoder-decoder", "decoder"])
 def test_a_refusal_names_what_the_client_gave(tmp_path: Path, config: Any) -> None:
+    """In OpenAI's words where the context is too short, as its clients look for them."""
     worker = worker_of(tmp_path, config, max_length=20)
-    with pytest.raises(RequestError, match="the prompt has 4 tokens, with max_tokens=70 more than the 64 positions"):
+    with pytest.raises(ContextTooLong, match=r"context length is 64 tokens. However, you requested 74 tokens \(4 in the prompt"):
         limit(worker, SHORT, max_new_tokens=70)
-    with pytest.raises(RequestError, match="the prompt has 65 tokens, and .* has 64 positions for them"):
+    with pytest.raises(ContextTooLong, match="context length is 64 tokens. However, your prompt has 65 tokens"):
         limit(worker, [5] * 65, max_new_tokens=1)
     if config is GPT2:
         with pytest.raises(
@@ -78,6 +79,35 @@ def test_a_refusal_names_what_the_client_gave(tmp_path: Path, config: Any) -> No
         ) as no:
             limit(worker, LONG)
         assert "--max-new-tokens" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "expected"), [({}, 7, 16), ({"max_new_tokens": 30}, 7, 30), ({"max_length": 20}, 7, 16)]
+)
+def test_a_completion_has_the_length_of_the_server_or_openais(
+    tmp_path: Path, settings: dict[str, int], file: int, expected: int
+) -> None:
+    worker = worker_of(tmp_path, GPT2, settings, max_new_tokens=file)
+    body = CompletionRequest.model_validate({"model": "m", "prompt": SHORT})
+    assert worker._make_sequence(body.engine_request(tuple(SHORT), seed=1)).options.new_tokens == expected
+    near_the_end = worker._make_sequence(body.engine_request((5,) * 60, seed=1)) if "max_length" not in settings else None
+    assert near_the_end is None or near_the_end.options.new_tokens == POSITIONS - 60
+
+
+def test_which_tokens_end_a_text(tmp_path: Path) -> None:
+    worker = worker_of(tmp_path, GPT2, eos_token_id=3)
+
+    def ends(**fields: Any) -> Any:
+        return worker._make_sequence(Generate(prompt=tuple(SHORT), options={"max_new_tokens": 8}, **fields)).options.eos_token_id
+
+    assert ends() == (3,)
+    assert ends(stop_token_ids=(7, 3)) == (3, 7)
+    assert ends(ignore_eos=True) == ()
+    assert ends(ignore_eos=True, stop_token_ids=(7,)) == (7,)
+    with pytest.raises(RequestError, match="stop_token_ids has 260, which is no token of the model; give some of 0 to 259"):
+        ends(stop_token_ids=(260,))
+    with pytest.raises(RequestError, match="min_tokens is 9, and the answer has at most 8 tokens"):
+        limit(worker, SHORT, max_new_tokens=8, min_new_tokens=9)
 
 
 def test_options_of_the_server_are_under_those_of_a_request(tmp_path: Path) -> None:

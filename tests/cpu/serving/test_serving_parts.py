@@ -21,14 +21,15 @@ from upshift.inference.generation.engines.base import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, make_app
 from upshift.serving.engine.generation import TextStream
 from upshift.serving.engine.scheduler import PromptCache, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine_client import RequestRefused
+from upshift.serving.guard import Limits
 from upshift.serving.load_test.client import RequestResult
 from upshift.serving.load_test.run import summarize_phase
 from upshift.serving.load_test.traffic import Traffic, arrivals
-from upshift.serving.messages import EngineRequest, Generate, Piece, Ready, Refused
+from upshift.serving.messages import EngineRequest, Generate, Heartbeat, Piece, Ready, Refused
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool, NoRoom
 from upshift.serving.replicas import ReplicaSet
@@ -379,6 +380,8 @@ def test_loading_is_of_the_seconds_that_a_request_may_take(path: str, body: dict
 
 class Counted:
     """An engine of several, which says who asked it."""
+
+    pid, heartbeat = 1, Heartbeat(live=0, waiting=0, resident_bytes=5)
 
     def __init__(self, in_flight: int = 0, *, refuses: int | None = None) -> None:
         self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()

@@ -38,6 +38,10 @@ class Grammars:
             raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
         return Grammar(self._make_matcher(grammar), self._eos_ids)
 
+    def from_lark(self, grammar: str) -> Grammar:
+        """Return a grammar in llguidance's variant of Lark. Raise RequestError if a JSON schema in it is not possible."""
+        return Grammar(self._make_matcher(grammar), self._eos_ids)
+
     def check(self) -> None:
         """Raise RequestError if llguidance does not support the model's tokenizer."""
         _ = self.llg_tokenizer

@@ -6,7 +6,7 @@ import base64
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,19 @@ from upshift.errors import RequestError
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.serving.engine.generation import check_token_ids
+from upshift.serving.engine.scheduler import smooth
 from upshift.serving.load_test.traffic import WORDS
-from upshift.serving.messages import EXPECTED_TOKENS, Cancel, Embed, EngineRequest, Heartbeat, Ready, Refused, Vector
+from upshift.serving.messages import (
+    EXPECTED_TOKENS,
+    Cancel,
+    ContextTooLong,
+    Embed,
+    EngineRequest,
+    Heartbeat,
+    Ready,
+    Refused,
+    Vector,
+)
 from upshift.value import Value
 
 MAX_BATCH_TEXTS = 512  # of several requests that are encoded together
@@ -78,15 +89,19 @@ class EmbeddingWorker:
         )
 
     def take(self, message: Embed | Cancel) -> list[Value]:
-        """Add a request to the queue, or cancel one. Return the refusal if the queue is full, else nothing."""
+        """Add a request to the queue, or cancel one. Return a refusal if too many wait, or if it would wait too long."""
         if isinstance(message, Cancel):
             self.waiting = deque(request for request in self.waiting if request.id != message.id)
-        elif len(self.waiting) > self.request.max_waiting:  # one more than the limit, because the first one is encoded next
-            retry_after = self.text_seconds * sum(len(request.texts) for request in self.waiting)
+            return []
+        wait = self.text_seconds * sum(len(request.texts) for request in self.waiting)
+        if len(self.waiting) > self.request.max_waiting:  # one more than the limit, because the first one is encoded next
             reason = f"{len(self.waiting):,} requests wait already"
-            return [Refused(id=message.id, status=429, why=reason, retry_after=retry_after)]
-        else:
-            self.waiting.append(message)
+            return [Refused(id=message.id, status=429, why=reason, retry_after=wait)]
+        promised = None if self.request.max_ttft_ms is None else self.request.max_ttft_ms / 1e3
+        if promised is not None and wait > promised:
+            reason = f"it would wait about {wait:.1f} s, and {promised:g} s are promised; try again later"
+            return [Refused(id=message.id, status=429, why=reason, retry_after=wait - promised)]
+        self.waiting.append(message)
         return []
 
     def encode_waiting(self) -> list[Value]:
@@ -106,12 +121,16 @@ class EmbeddingWorker:
     def _encode(self, requests: list[TokenizedRequest]) -> list[Value]:
         """Encode all requests together. If that fails, encode each request by itself, so that a bad request fails
         alone."""
+        start_time = time.perf_counter()
+        rows_of_ids = [ids for _, text_ids in requests for ids in text_ids]
         try:
-            rows: np.ndarray = self.encoding.rows([ids for _, text_ids in requests for ids in text_ids])
+            rows: np.ndarray = self.encoding.rows(rows_of_ids)
         except Exception as error:  # caused by one of the requests
             if len(requests) == 1:
                 return [Refused.from_error(requests[0][0].id, error)]
             return [answer for request in requests for answer in self._encode([request])]
+        if rows_of_ids:
+            self.text_seconds = smooth(self.text_seconds, (time.perf_counter() - start_time) / len(rows_of_ids))
         answers: list[Value] = []
         start = 0
         for request, text_ids in requests:
@@ -138,11 +157,26 @@ class EmbeddingWorker:
             vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
         return vectors
 
-    def _tokenize(self, texts: Any) -> list[list[int]]:
-        text_ids = self.encoder.tokenizer.tokenize(texts)
-        for ids in text_ids:
+    def _tokenize(self, texts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """Return the token ids of texts. Token ids are taken as they are, and are not cut as a text is."""
+        text_ids = iter(self.encoder.tokenizer.tokenize([text for text in texts if isinstance(text, str)]))
+        all_ids = [next(text_ids) if isinstance(text, str) else self._check_length(text) for text in texts]
+        for ids in all_ids:
             check_token_ids(ids, self.vocabulary)
-        return text_ids
+        return all_ids
+
+    def _check_length(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of one text. Raise RequestError if the model computes no text of this length."""
+        shortest = self.encoder.tokenizer.shortest
+        longest = self.encoder.tokenizer.longest
+        if len(ids) < shortest:
+            raise RequestError(f"an input has {len(ids):,} token ids, and the model computes {shortest:,} or more; give more")
+        if longest is not None and len(ids) > longest:
+            raise ContextTooLong(
+                f"This model's maximum context length is {longest} tokens. However, your input has {len(ids)} tokens. Please "
+                "reduce the length of the input."
+            )
+        return list(ids)
 
 
 def _expected_texts(request: EngineRequest, shortest: int) -> list[str]:

@@ -4,6 +4,7 @@ Tokens become text that may be shown: whole characters, and nothing of a stop st
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 import time
@@ -17,19 +18,22 @@ from typing import Any, NamedTuple
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.generation.generator import Generator
-from upshift.inference.generation.grammar import Grammars
+from upshift.inference.generation.grammar import Grammar, Grammars
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
+from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
-from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes
+from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, partial_length
+from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
+    ContextTooLong,
     Ending,
     EngineRequest,
     Generate,
@@ -38,6 +42,7 @@ from upshift.serving.messages import (
     Ready,
     Refused,
     TokenScore,
+    ToolCall,
 )
 from upshift.value import Value
 
@@ -92,11 +97,12 @@ def _send_pieces(send: Callable[[list[Value]], None], messages: list[Value], new
 
 
 class OpenRequest(NamedTuple):
-    """A request that is being answered. ``token_bytes`` returns the bytes of a token."""
+    """A request that is being answered. ``token_bytes`` returns the bytes of a token. ``calls`` is None without tools."""
 
     ticket: Ticket
     stream: TextStream
     token_bytes: Callable[[int], bytes]
+    calls: CallStream | None = None
 
 
 class NewToken(NamedTuple):
@@ -139,8 +145,12 @@ class GenerationWorker:
             options=("--prompt-length", "--output-length"),
         )
         self.seconds = {"reading": time.perf_counter() - start}
+        self._positions = positions_of(self.generator.source)
         self._open_requests: dict[int, OpenRequest] = {}  # by id
-        self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
+        stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
+        self._decode_text = stream_prompts.decode
+        self._tools = ToolTemplate(self.generator.prompts.tokenizer)
+        self._stream_tools = ToolTemplate(stream_prompts.tokenizer)
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
@@ -150,12 +160,13 @@ class GenerationWorker:
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
-        rows = min(race.chosen.batch, self.request.concurrency)
+        cache_tokens = self._cache_tokens()
+        rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
         self.scheduler = Scheduler(
             self.generator.decoder,
             rows,
-            self._cache_tokens(),
+            cache_tokens,
             TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )
@@ -213,9 +224,17 @@ class GenerationWorker:
         ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
         refused = self.scheduler.add(ticket)
         if refused is None:
-            stream = TextStream(self._decode_text, sequence.options.stop_strings)
-            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes)
+            calls = self._open_calls(message)
+            decode = self._decode_text if calls is None else self._stream_tools.decode
+            stream = TextStream(decode, sequence.options.stop_strings)
+            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls)
         return refused
+
+    def _open_calls(self, request: Generate) -> CallStream | None:
+        """Return the stream of the calls in an answer, or None if the request gives no tools."""
+        if request.tools is None or self._tools.format is None:
+            return None
+        return CallStream(self._tools.format, _schemas_of_tools(request.tools), request.max_calls)
 
     def run_pass(self) -> list[NewToken]:
         """Run one pass of the engine. Return the new tokens of the open requests."""
@@ -253,15 +272,16 @@ class GenerationWorker:
             defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
         return self.generator.options(**{**defaults, **requested})
 
-    def _limit_answer(self, ids: list[int], options: GenerationOptions) -> GenerationOptions:
+    def _limit_answer(self, ids: list[int], options: GenerationOptions, default: int | None) -> GenerationOptions:
         """Return the options of a request that limits no answer.
 
-        The limit is that of ``--set``, else the server's default or fewer tokens if the model's files say so. Neither exceeds the
-        positions that the prompt leaves."""
-        allowed = DEFAULT_ANSWER_TOKENS
-        if options.max_new_tokens is not None or options.max_length is not None:
+        The limit is that of ``--set``, else ``default``. Without a default it is the server's, or fewer tokens if the model's
+        files say so. None exceeds the positions that the prompt leaves."""
+        allowed = DEFAULT_ANSWER_TOKENS if default is None else default
+        server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
+        file_limits = default is None and (options.max_new_tokens is not None or options.max_length is not None)
+        if server_limits or file_limits:
             limit = self.generator.limit_options(ids, options, "the prompt", serves=True).new_tokens
-            server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
             allowed = limit if server_limits else min(limit, allowed)
         positions_left = self.generator.positions_left(ids)
         if positions_left is not None:
@@ -271,17 +291,72 @@ class GenerationWorker:
     def _make_sequence(self, request: Generate) -> GeneratedSequence:
         """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
         generator = self.generator
-        prompt: Any = request.prompt
-        ids: list[int] = list(prompt) if _is_token_ids(prompt) else generator.prompts.tokenize([prompt])[0]
+        ids = self._read_prompt(request)
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
         if request.options.get("max_new_tokens") is None:
-            options = self._limit_answer(ids, options)
-        generator.check_positions(ids, options, "the prompt", serves=True)
+            options = self._limit_answer(ids, options, request.default_tokens)
+        options = self._end_tokens(request, options)
+        self._check_context(ids, options)
         if request.top is not None:
             self._grammars.check()
-        grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
+        grammar = self._make_grammar(request)
         return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
+
+    def _read_prompt(self, request: Generate) -> list[int]:
+        """Return the token ids of a prompt."""
+        prompt: Any = request.prompt
+        if _is_token_ids(prompt):
+            return list(prompt)
+        uses_tools = not isinstance(prompt, str) and any(set(message) - {"role", "content"} for message in prompt)
+        if request.tools is None and not uses_tools:
+            return self.generator.prompts.tokenize([prompt])[0]
+        if not self.generator.prompts.tokenizer.chat_template:
+            raise RequestError("the model has no chat template; give a text to /v1/completions")
+        return self._tools.tokenize(prompt, None if request.tools is None else json.loads(request.tools))
+
+    def _make_grammar(self, request: Generate) -> Grammar | None:
+        """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
+        if request.tools is not None and request.forced_tools:
+            assert self._tools.format is not None
+            schemas = _schemas_of_tools(request.tools)
+            forced = {name: schemas[name] for name in request.forced_tools}
+            return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
+        return None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
+
+    def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:
+        """Return the options with the tokens that end the text of this request. Raise RequestError if they are not possible."""
+        last = self.generator.vocabulary - 1
+        largest = max(request.stop_token_ids, default=0)
+        if largest > last:
+            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {last:,}")
+        if request.options.get("min_new_tokens") and options.min_new_tokens > options.new_tokens:
+            raise RequestError(
+                f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "
+                "greater max_tokens, or a smaller min_tokens"
+            )
+        model_ids = () if request.ignore_eos else options.eos_token_id
+        return options.changed(eos_token_id=tuple(dict.fromkeys((*model_ids, *request.stop_token_ids))))
+
+    def _check_context(self, ids: list[int], options: GenerationOptions) -> None:
+        """Raise ContextTooLong, in OpenAI's words, if the model has too few positions for the prompt with its answer."""
+        has_encoder = self.generator.start is not None  # encoder and decoder count their positions apart
+        limit = self._positions
+        prompt = len(ids)
+        answer = options.new_tokens
+        if limit is not None:
+            context = f"This model's maximum context length is {limit} tokens. However, "  # clients read these numbers
+            if prompt > (limit if has_encoder else limit - 1):
+                raise ContextTooLong(f"{context}your prompt has {prompt} tokens. Please reduce the length of the prompt.")
+            if (answer + 1 if has_encoder else prompt + answer) > limit:
+                raise ContextTooLong(
+                    f"{context}you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the "
+                    "completion). Please reduce the length of the prompt, or of the completion (max_tokens)."
+                )
+        try:
+            self.generator.check_positions(ids, options, "the prompt", serves=True)
+        except RequestError as error:  # the prompt is beyond longrope's border
+            raise ContextTooLong(str(error)) from None
 
     def _expected_prompts(self) -> list[list[int]]:
         """Return token ids of prompts like the expected ones, at least as many as may run at once.
@@ -321,6 +396,12 @@ def _is_token_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
 
 
+def _schemas_of_tools(tools: str) -> dict[str, Any]:
+    """Return the JSON schemas of the tools' arguments by the tools' names."""
+    functions = [tool["function"] for tool in json.loads(tools)]
+    return {function["name"]: function["parameters"] for function in functions}
+
+
 def make_pieces(new_tokens: list[NewToken]) -> list[Piece | Refused]:
     """Return one piece for each request, in the order of the requests' first tokens."""
     tokens_by_request: dict[int, list[NewToken]] = {}
@@ -332,9 +413,12 @@ def make_pieces(new_tokens: list[NewToken]) -> list[Piece | Refused]:
 def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
     """Return the piece of one request's new tokens, or the refusal of the request if its text cannot be decoded."""
     last = tokens[-1]
-    ticket, stream, token_bytes = last.request
+    ticket, stream, token_bytes, call_stream = last.request
+    calls: Sequence[ToolCall] = ()
     try:
         text = stream.add([token.token for token in tokens], last=last.ending is not None)
+        if call_stream is not None:
+            text, calls = call_stream.add(text, last=last.ending is not None)
         scores = tuple(
             _make_score(token.logprob, token_bytes) for token in tokens if token.logprob is not None and token.ending != "eos"
         )
@@ -349,6 +433,7 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
         tokens=len(tokens),
         prompt_tokens=len(ticket.sequence.prompt),
         cached_tokens=ticket.cached_tokens,
+        calls=tuple(calls),
         scores=scores,
         ending=ending,
     )
@@ -390,14 +475,8 @@ class TextStream:
             return self._held_back[: min(stop_offsets)]
         held_length = 0
         if not last:
-            held_length = max((_partial_stop_length(self._held_back, stop) for stop in self._stops), default=0)
+            held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)
         shown_length = len(self._held_back) - held_length
         shown = self._held_back[:shown_length]
         self._held_back = self._held_back[shown_length:]
         return shown
-
-
-def _partial_stop_length(text: str, stop: str) -> int:
-    """Return how many of the text's last characters may be the beginning of ``stop``."""
-    longest = min(len(stop) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -17,7 +17,7 @@ from upshift.errors import RequestError, UpshiftError
 from upshift.hardware import detect
 from upshift.hardware.cpu_affinity import bind_process
 from upshift.importing import importing
-from upshift.serving.messages import TO_ENGINE, EngineRequest, Failed, Ready
+from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Heartbeat, Ready, Refused
 from upshift.settings import quiet_libraries, take_gpu, wait_briefly
 from upshift.value import Value
 
@@ -33,14 +33,19 @@ def main() -> None:
     if request.replicas > 1:
         _take_share(request)
 
+    server_texts = [request.model]  # that no client may see
+
     def send(messages: list[Value]) -> None:
-        _write_messages(output, messages, start)
+        _write_messages(output, [hide_server(message, server_texts) for message in messages], start)
 
     try:
         with importing():
             from upshift.inference.weights import find_weights
 
-            run_engine = _select_engine(find_weights(request.model), request)
+            source = find_weights(request.model)
+            run_engine = _select_engine(source, request)
+            if source.directory is not None:
+                server_texts.append(str(source.directory))
     except UpshiftError as error:
         send([Failed(why=str(error), exit_code=error.exit_code)])
         return
@@ -74,6 +79,9 @@ def _select_engine(source: Any, request: EngineRequest) -> Any:
             raise RequestError(
                 f"--set gives {shown} to models that generate, and {source.reference!r} encodes texts; leave it out"
             )
+        if request.generation_options:
+            shown = " and ".join(request.generation_options)
+            raise RequestError(f"{shown}: for models that generate, and {source.reference!r} encodes texts; leave it out")
         from upshift.serving.engine.embedding import serve_embeddings
 
         return serve_embeddings
@@ -102,9 +110,36 @@ def _write_messages(output: TextIO, messages: list[Value], start: float) -> None
             measured_seconds = sum(message.seconds.values())
             importing_seconds = time.perf_counter() - start - measured_seconds
             message = message.changed(seconds={"importing": importing_seconds, **message.seconds})
-        lines.append(message.to_json() + "\n")
+        lines.append(write_line(message))
     output.write("".join(lines))
     output.flush()
+
+
+def hide_server(message: Value, server_texts: list[str]) -> Value:
+    """Return a refusal in words that a client understands: without paths of the server, and with the names of OpenAI's fields.
+
+    ``server_texts`` are the model's path and its directory. Other messages are returned as they are."""
+    if not isinstance(message, Refused):
+        return message
+    why = message.why
+    for text in server_texts:
+        why = why.replace(repr(text), "the model")
+        if os.sep in text:
+            why = why.replace(text, "the model")
+    return message.changed(why=why.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens"))
+
+
+def write_line(message: Value) -> str:
+    """Return a message as a line that the server can read.
+
+    A longer line would end the engine for all requests. In its place, the request of the message is rejected."""
+    line = message.to_json() + "\n"
+    if len(line.encode()) <= MAX_LINE_BYTES:
+        return line
+    assert not isinstance(message, Ready | Failed | Heartbeat), "these have no text of a client"
+    reason = f"a part of the answer is larger than {MAX_LINE_BYTES:,} bytes; ask for less of it"
+    refused = Refused(id=getattr(message, "id", 0), status=500, why=reason, failure="OverflowError")
+    return refused.to_json() + "\n"
 
 
 if __name__ == "__main__":

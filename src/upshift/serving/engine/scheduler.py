@@ -19,7 +19,7 @@ from upshift.inference.generation.batching import choose_token, join_sequences, 
 from upshift.inference.generation.engines.base import Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.messages import Refused
+from upshift.serving.messages import CONTEXT_CODE, Refused
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
@@ -111,7 +111,7 @@ class Scheduler:
                 f"prompt and answer take {ticket.reserved_tokens:,} tokens of the cache, which holds {self.cache_tokens:,}; "
                 "ask for fewer"
             )
-            return Refused(id=ticket.id, status=413, why=message)
+            return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
         if self.decoder.joins:
             ticket.cached_tokens = _length(self._prompt_cache.find(ticket.sequence.prompt))
         ticket.expected_seconds = self._estimate_ttft(ticket)
@@ -298,10 +298,10 @@ class TtftEstimator:
         self._ratios: deque[float] = deque(maxlen=RECENT_REQUESTS)  # real to estimated seconds
 
     def record_prompts(self, prompt_tokens: int, seconds: float) -> None:
-        self.token_seconds = _smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+        self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
 
     def record_step(self, seconds: float) -> None:
-        self.step_seconds = _smooth(self.step_seconds, seconds)
+        self.step_seconds = smooth(self.step_seconds, seconds)
 
     def record_answer(self, tokens: int) -> None:
         self._answer_lengths.append(tokens)
@@ -344,7 +344,8 @@ class TtftEstimator:
         return min(fmean(longer) - tokens if longer else 1.0, tokens_left)
 
 
-def _smooth(old: float, measured: float) -> float:
+def smooth(old: float, measured: float) -> float:
+    """Return the mean of measured times in which the newest ones count most."""
     return SMOOTHING * old + (1.0 - SMOOTHING) * measured
 
 

@@ -6,6 +6,7 @@ import time
 from statistics import median
 from typing import Any, NamedTuple
 
+from upshift.errors import NothingFits
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -29,6 +30,23 @@ class PassTimes(NamedTuple):
     first_token: float
     prompt_token: float
     step: float
+
+
+def rows_that_fit(rows: int, cache_tokens: int | None, prompts: list[list[int]]) -> int:
+    """Return how many sequences of the warm-up the cache holds, at most ``rows``. Raise NothingFits if it holds none.
+
+    ``cache_tokens`` is the capacity of the cache for all sequences together. None is unknown, and sets no limit."""
+    if cache_tokens is None:
+        return rows
+    longest = max(map(len, prompts))
+    fitting_rows = min(rows, cache_tokens // (longest + WARMUP_TOKENS))
+    if fitting_rows < 1:
+        raise NothingFits(
+            f"the cache holds {cache_tokens:,} tokens, and one expected prompt of {longest:,} tokens with the first "
+            f"{WARMUP_TOKENS} of its answer takes more; give a shorter --prompt-length or shorter --prompts, fewer --replicas, "
+            "or more --max-memory"
+        )
+    return fitting_rows
 
 
 def measure_passes(scheduler: Scheduler, prompts: list[list[int]], tokenizer: Any, rows: int) -> PassTimes:

@@ -69,7 +69,7 @@ async def send_request(
         async with client.stream("POST", "/v1/completions", json=body) as response:
             fields |= {"status": response.status_code, "retry_after": "retry-after" in response.headers}
             if response.status_code != 200:
-                fields["why"] = _error_message(await response.aread())
+                fields["why"] = error_message(await response.aread())
             else:
                 await _read_events(response, fields, start + due)
     except httpx2.HTTPError as error:
@@ -92,7 +92,7 @@ async def _read_events(response: httpx2.Response, fields: dict[str, Any], start:
             fields["why"] = f"an event is not of OpenAI's form: {data[:MAX_MESSAGE_CHARACTERS]}"
             return
         if event.error is not None:
-            fields["why"] = _error_message(data.encode())
+            fields["why"] = error_message(data.encode())
             return
         if event.choices:
             events_with_text += 1
@@ -103,7 +103,7 @@ async def _read_events(response: httpx2.Response, fields: dict[str, Any], start:
     fields["tokens"] = fields.get("tokens") or events_with_text  # servers that do not count send one token per event
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Return the error's message in OpenAI's form, or else the body as text."""
     try:
         error = json.loads(body)["error"]

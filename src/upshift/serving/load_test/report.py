@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from upshift.reports.blocks import Plot, Table, Tile, number
@@ -58,8 +59,9 @@ def _make_tiles(test: LoadTest) -> list[Tile]:
     ]
 
 
-def _milliseconds(seconds: dict[str, float], name: str) -> float:
-    return 1e3 * seconds.get(name, 0.0)
+def _milliseconds(seconds: dict[str, float], name: str) -> float | None:
+    """Return a quantile in milliseconds, or None if no answer came."""
+    return 1e3 * seconds[name] if name in seconds else None
 
 
 def _table_row(phase: Phase) -> list[str | None]:
@@ -76,7 +78,7 @@ def _table_row(phase: Phase) -> list[str | None]:
     ]
 
 
-def _line_figure(title: str, rates: list[float], curves: dict[str, list[float]]) -> Figure:
+def _line_figure(title: str, rates: list[float], curves: Mapping[str, Sequence[float | None]]) -> Figure:
     line = {"type": "scatter", "mode": "lines+markers", "x": rates}
     data = [{**line, "name": name, "y": values} for name, values in curves.items()]
     return {"data": data, "layout": layout(x=axis("Requests a second, asked"), y=axis(title, rangemode="tozero"))}

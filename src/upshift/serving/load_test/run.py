@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from upshift.errors import JobFailed, RequestError
-from upshift.serving.load_test.client import RequestResult, send_request
+from upshift.serving.load_test.client import RequestResult, error_message, send_request
 from upshift.serving.load_test.traffic import Traffic, arrivals
 from upshift.value import Value
 
@@ -19,6 +19,7 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 MAX_CONNECTIONS = 512
 TIMEOUT_SECONDS = 120.0
 MAX_PORT = 2**16 - 1
+KEY_STATUSES = (401, 403)  # that a missing or wrong API key causes
 
 
 class Phase(Value):
@@ -119,6 +120,11 @@ async def _choose_model(client: httpx2.AsyncClient, url: str, model: str | None)
     try:
         response = await client.get("/v1/models")
         names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
+    except httpx2.HTTPStatusError as error:
+        status = error.response.status_code
+        remedy = "give --api-key-file with a key of the server" if status in KEY_STATUSES else "give the address of the server"
+        message = error_message(error.response.content)
+        raise RequestError(f"{url}/v1/models answers with status {status}: {message}; {remedy}") from None
     except httpx2.HTTPError as error:
         raise RequestError(f"no server of OpenAI's addresses answers at {url}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError):
@@ -165,7 +171,9 @@ def summarize_phase(rate: float, seconds: float, results: Sequence[RequestResult
     in_time = answered
     within_promise = None
     if promised_ttft_ms is not None:
-        in_time = [result for result in answered if 1e3 * (result.first_seconds or 0.0) <= promised_ttft_ms]
+        in_time = [
+            result for result in answered if result.first_seconds is not None and 1e3 * result.first_seconds <= promised_ttft_ms
+        ]
         within_promise = len(in_time) / len(answered) if answered else None
     return Phase(
         rate=rate,
