@@ -118,7 +118,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
         request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
-        if checked.dpo_beta != BETA and not request.has_pairs:
+        if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
         return request
 
@@ -140,7 +140,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         }
 
     def source(self) -> ModelSource:
-        return find_model_to_train(self.model, self.as_adapter_options)
+        return find_model_to_train(self.model, self.as_adapter_options, has_reward_head=self.has_reward_head)
 
     def arguments_for(self, steps: int) -> Arguments:
         """Return the arguments for a run of this many optimizer steps."""
