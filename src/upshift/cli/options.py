@@ -140,7 +140,7 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences (dpo: pairs) of one optimizer step, over all ranks. No plan changes it.",
+        "--global-batch", text="Sequences (dpo, reward: pairs) of one optimizer step, over all ranks. No plan changes it.",
         panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip

@@ -223,7 +223,7 @@ class LengthHistogram(Value):
 
 
 RowsTogether = Literal[1, 2]
-PAIRS_OF_ANSWERS = "pairs of answers (--objective dpo or reward)"  # for messages
+PAIR_OBJECTIVES = "--objective dpo or reward"  # for messages
 
 
 class Workload(Value):

@@ -20,7 +20,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout, why_not_split
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import ALONE, Plan
-from upshift.planning.workload import PAIRS_OF_ANSWERS
+from upshift.planning.workload import PAIR_OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def layout_conflict_with_pairs(layout: Layout) -> str | None:
         degree = getattr(layout, name)
         if degree > 1:
             return (
-                f"{name}={degree} is not for {PAIRS_OF_ANSWERS}, because each rank computes whole pairs; use data-parallel "
+                f"{name}={degree} is not for {PAIR_OBJECTIVES}, because each rank computes whole pairs; use data-parallel "
                 "ranks (--nproc), which may divide the weights (fully_shard)"
             )
     return None
@@ -119,11 +119,11 @@ def conflict_with_pairs(plan: Plan) -> str | None:
     if layout_problem is not None:
         return layout_problem
     if plan.packing:
-        return f"packing=True is not for {PAIRS_OF_ANSWERS}, because two rows are compared; use packing=False"
+        return f"packing=True is not for {PAIR_OBJECTIVES}, because two rows are compared; use packing=False"
     if plan.torch_compile == "model":
-        return f"torch_compile=model is not possible with {PAIRS_OF_ANSWERS}; use torch_compile=layer"
+        return f"torch_compile=model is not possible with {PAIR_OBJECTIVES}; use torch_compile=layer"
     if plan.loss_kernel != "eager":
-        return f"loss_kernel={plan.loss_kernel} is not for {PAIRS_OF_ANSWERS}; use eager"
+        return f"loss_kernel={plan.loss_kernel} is not for {PAIR_OBJECTIVES}; use eager"
     if plan.per_device_train_batch_size % 2:
         return odd_micro_batch(plan.per_device_train_batch_size)
     return None
@@ -131,7 +131,9 @@ def conflict_with_pairs(plan: Plan) -> str | None:
 
 def odd_micro_batch(size: int) -> str:
     """Return why micro-batches of an odd number of sequences are not for pairs."""
-    return f"per_device_train_batch_size={size} is not for {PAIRS_OF_ANSWERS}, which are two sequences each; use an even number"
+    return (
+        f"per_device_train_batch_size={size} is not for {PAIR_OBJECTIVES}, whose pairs are two sequences each; use an even number"
+    )
 
 
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:

@@ -26,7 +26,7 @@ from upshift.planning.search.constraints import (
 )
 from upshift.planning.search.layouts import enumerate_layouts, rank_counts, shares_work
 from upshift.planning.search.space import FIXED_IN_SEARCH, choices
-from upshift.planning.workload import PAIRS_OF_ANSWERS, Workload
+from upshift.planning.workload import PAIR_OBJECTIVES, Workload
 
 KEEPS_REDUNDANT = {"optim", "recompute_granularity"}  # redundant plans are kept if the user set one of these fields
 OBJECTIVES_OF_PAIRS = ("causal-lm", "sequence-classification")  # of DPO, and of reward models
@@ -66,12 +66,12 @@ class PlanSpace:
         self.fixed = fixed or {}
         if workload.rows_together > 1 and profile.objective not in OBJECTIVES_OF_PAIRS:
             raise RequestError(
-                f"{PAIRS_OF_ANSWERS} are for causal language models and for reward models, and {profile.architecture} is of the "
+                f"{PAIR_OBJECTIVES} is for causal language models, and {profile.architecture} is of the "
                 f"kind {profile.objective}; use another model"
             )
         if workload.rows_together > 1 and profile.isolation.padding == "none":
             raise RequestError(
-                f"{PAIRS_OF_ANSWERS} are padded to one length, and padding changes the results of {profile.architecture}; use "
+                f"{PAIR_OBJECTIVES} pads two answers to one length, and padding changes the results of {profile.architecture}; use "
                 "another model"
             )
         values = choices(host, profile, workload) | (only or {})
