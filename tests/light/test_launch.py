@@ -34,7 +34,7 @@ def test_hosts_meet_on_the_first() -> None:
     text = written("--hosts", "me@a,10.0.0.2,c", "--nproc", "2", "--nodes", "2:3", "--env", "WORD=two words")
     check_shell(text)
     runs = [line for line in text.splitlines() if "torch.distributed.run" in line]
-    assert len(runs) == 3 and all("--nproc-per-node=\"$ranks\"" in run and "--nnodes=2:3" in run for run in runs)
+    assert len(runs) == 3 and all('--nproc-per-node="$ranks"' in run and "--nnodes=2:3" in run for run in runs)
     assert all("--rdzv-endpoint=a:29400" in run and run.endswith("'it'\"'\"'s data' --resume") for run in runs)
     assert [run.split("is_host=")[1][0] for run in runs] == ["1", "0", "0"]
     assert [run.split("--local-addr=")[1].split()[0] for run in runs] == ["a", "10.0.0.2", "c"]

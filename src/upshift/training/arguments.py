@@ -6,10 +6,11 @@ everything else. The command line or ``train()`` makes it.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
@@ -34,6 +35,7 @@ class Arguments(Value):
     learning_rate: float = Field(5e-5, gt=0)
     lr_scheduler_type: LearningRateSchedule = "linear"
     warmup_steps: int = Field(0, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, le=1, description="share of max_steps; None: warmup_steps counts")
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -48,6 +50,20 @@ class Arguments(Value):
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
     neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise RequestError(
+                f"--warmup-ratio {self.warmup_ratio:g} and --warmup-steps {self.warmup_steps} both say how long the learning "
+                "rate rises; leave one of them out"
+            )
+        return self
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return the steps in which the learning rate rises, rounded up as in transformers' Trainer."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * self.max_steps)
 
     def option_for_evaluations(self) -> str | None:
         """Return the name of an argument that needs evaluations during the run, or None if there is none."""

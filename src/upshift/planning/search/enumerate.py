@@ -71,8 +71,8 @@ class PlanSpace:
             )
         if workload.rows_together > 1 and profile.isolation.padding == "none":
             raise RequestError(
-                f"{PAIR_OBJECTIVES} pads two answers to one length, and padding changes the results of {profile.architecture}; use "
-                "another model"
+                f"{PAIR_OBJECTIVES} pads two answers to one length, and padding changes the results of {profile.architecture}; "
+                "use another model"
             )
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}

@@ -98,9 +98,7 @@ def prepare_data(
     _check_loss_on(corpus, options)
     if corpus.is_chat:
         _check_takes_chats(corpus, objective, source)
-        say_once(_describe_chats(corpus, options))
-        if source.reward_head_on is not None:
-            say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+        _report_chats(corpus, options, source)
     elif not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
@@ -299,6 +297,13 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
             f"{corpus.origin} holds {DESCRIPTIONS[corpus.columns.format]}, which only causal language models are trained on, and "
             f"{source.reference!r} is of the kind {objective.kind}; give text, or a causal language model"
         )
+
+
+def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> None:
+    """Tell the user what the rows are, what is learned of them, and that a head is new."""
+    say_once(_describe_chats(corpus, options))
+    if source.reward_head_on is not None:
+        say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
 
 
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
