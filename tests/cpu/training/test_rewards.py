@@ -247,7 +247,7 @@ def test_a_language_model_gets_a_new_head_and_keeps_its_weights(home: Path, data
     record = run_job(a_job(home, tmp_path / "out", model_reference=str(home / "language-model")), data)
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert type(trained) is LlamaForSequenceClassification and trained.config.num_labels == 1
-    scores = upshift.Encoder(str(tmp_path / "out")).encode(["the model writes", "a"])
+    scores = upshift.Encoder(str(tmp_path / "out"), engine="torch").encode(["the model writes", "a"])
     ids = [torch.tensor([trained_ids]) for trained_ids in data.tokenizer(["the model writes", "a"])["input_ids"]]
     with torch.no_grad():
         rewards = np.array([trained(input_ids=row).logits[0].tolist() for row in ids])
