@@ -137,9 +137,10 @@ def plain(home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFacto
 
 def trl_trainer(model: Path, rows: Rows, folder: Path, **options: Any) -> Any:
     import datasets
-    import trl
 
-    class Watched(trl.RewardTrainer):  # type: ignore[name-defined, misc]
+    trl: Any = pytest.importorskip("trl", reason="trl is not installed")
+
+    class Watched(trl.RewardTrainer):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **named: Any) -> Any:
             loss = super().compute_loss(*args, **named)
             if self.model.training:
@@ -248,6 +249,7 @@ def test_a_language_model_gets_a_new_head_and_keeps_its_weights(home: Path, data
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert type(trained) is LlamaForSequenceClassification and trained.config.num_labels == 1
     scores = upshift.Encoder(str(tmp_path / "out"), engine="torch").encode(["the model writes", "a"])
+    assert data.tokenizer is not None
     ids = [torch.tensor([trained_ids]) for trained_ids in data.tokenizer(["the model writes", "a"])["input_ids"]]
     with torch.no_grad():
         rewards = np.array([trained(input_ids=row).logits[0].tolist() for row in ids])
@@ -321,8 +323,14 @@ def test_what_gives_no_reward_is_rejected_by_name(home: Path, tmp_path: Path) ->
 
 
 def test_an_encoder_may_give_rewards(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 400}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 400,
+    }
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**sizes, num_labels=1))
+    model = BertForSequenceClassification(BertConfig(**sizes | {"num_labels": 1}))
     model.save_pretrained(tmp_path)
     check_rewards(find_model_to_train(str(tmp_path), has_reward_head=True))

@@ -16,9 +16,8 @@ from jinja2 import TemplateError
 from upshift.errors import RequestError
 from upshift.inference.resumable_output import check_output, is_empty, is_text, parse_object, read_lines
 from upshift.inference.tokenizer import load_tokenizer
-from upshift.models.null_content import fill_null_contents
 from upshift.models.source import ModelSource
-from upshift.text import describe_other_part
+from upshift.text import describe_other_part, fill_null_contents
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}

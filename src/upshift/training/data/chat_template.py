@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import RENDER_CHAT
-from upshift.models.null_content import fill_null_contents
+from upshift.text import fill_null_contents
 from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import TEMPLATE_ARGUMENTS, TOOLS
