@@ -26,7 +26,7 @@ Backend = Annotated[
 ]  # fmt: skip
 TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
     *AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to", "logging_steps",
-    "early_stopping_patience", "load_best", "neftune_noise_alpha", "objective", "warmup_ratio",
+    "early_stopping_patience", "load_best", "neftune_noise_alpha", "objective",
 )  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 

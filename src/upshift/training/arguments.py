@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
@@ -50,15 +50,6 @@ class Arguments(Value):
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
     neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        if self.warmup_ratio is not None and self.warmup_steps:
-            raise RequestError(
-                f"--warmup-ratio {self.warmup_ratio:g} and --warmup-steps {self.warmup_steps} both say how long the learning "
-                "rate rises; leave one of them out"
-            )
-        return self
 
     @property
     def num_warmup_steps(self) -> int:
@@ -136,6 +127,11 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
         if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
+        if checked.warmup_ratio is not None and checked.warmup_steps:
+            raise RequestError(
+                f"--warmup-ratio {checked.warmup_ratio:g} and --warmup-steps {checked.warmup_steps} both say how long the "
+                "learning rate rises; leave one of them out"
+            )
         return request
 
     @property
