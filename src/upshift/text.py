@@ -1,4 +1,5 @@
 """Find what no tokenizer accepts: lone surrogates, and message parts that are not text. Find the name that a user may have meant.
+Give a chat template contents that are null as it takes them.
 
 JSON and a command line can hold one half of a UTF-16 surrogate pair, which no tokenizer accepts.
 
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+PRINTED_NULL = "None"  # as a chat template writes a null
 
 MIN_LIKENESS = 0.65  # of a suggested name, as difflib measures it
 NO_VOCABULARY = "it has no vocabulary and turns every text into unknown tokens"
@@ -46,3 +50,36 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` with the names that look like the text, or an empty text."""
     matches = difflib.get_close_matches(text, list(names), n=2, cutoff=MIN_LIKENESS)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def fill_null_contents(messages: Messages, write: Callable[[Messages], str | None]) -> list[dict[str, Any]]:
+    """Return the messages, in which contents that are null or missing have the form that the chat template takes.
+
+    OpenAI's form of a call of tools without a text has ``content: null``. Some templates ask whether the content is none, some
+    join it with a text or search in it, which fails for null, and some print "None".
+
+    Null is taken if the template writes it as it writes an empty text, or in a way of its own, but not as a word. Else the
+    content is an empty text, or is left out.
+
+    Args:
+        messages: with or without such contents.
+        write: the text that the template makes of messages, or None if it rejects them.
+    """
+    if all(message.get("content") is not None for message in messages):
+        return [dict(message) for message in messages]
+    null, empty, missing = forms = (_fill(messages, content=None), _fill(messages, content=""), _without_contents(messages))
+    texts = [write(form) for form in forms]
+    words = [text.count(PRINTED_NULL) for text in texts[1:] if text is not None]
+    if texts[0] is not None and texts[0].count(PRINTED_NULL) <= min(words, default=0):
+        return null
+    if texts[1] is not None:
+        return empty
+    return missing if texts[2] is not None else null
+
+
+def _fill(messages: Messages, *, content: str | None) -> list[dict[str, Any]]:
+    return [{**message, "content": content} if message.get("content") is None else dict(message) for message in messages]
+
+
+def _without_contents(messages: Messages) -> list[dict[str, Any]]:
+    return [{name: value for name, value in message.items() if name != "content" or value is not None} for message in messages]

@@ -35,9 +35,7 @@ def pass_of(left: float, *rises: float, released: float = 0.0) -> PassCost:
 def segment_of(left: float, *, released: float = 0.0, compiled: float | None = None) -> Segment:
     """Return a segment whose backward pass frees what its forward pass leaves."""
     backward = pass_of(released - left, 50.0, 70.0)
-    gradients_go = ReleasedGradients(
-        rise=(Polynomial(bs=60.0),), moments=((9, Polynomial(bs=65.0)),), born=Polynomial(one=36.0)
-    )
+    gradients_go = ReleasedGradients(rise=(Polynomial(bs=60.0),), moments=((9, Polynomial(bs=65.0)),), born=Polynomial(one=36.0))
     return Segment(
         forward=pass_of(left, 120.0, 80.0, released=released), backward=backward, backward_accumulating=backward,
         gradients_go=gradients_go, compiled=None if compiled is None else Polynomial(bs=compiled),

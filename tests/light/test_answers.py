@@ -258,9 +258,7 @@ def test_the_speed_of_the_largest_counts_the_models_own_work() -> None:
     fixed = ("optim=adamw_torch_fused", "torch_compile=off", "activation_checkpointing=0", "precision=bf16", "packing=false")
     profile = PROFILE.changed(max_positions=2048)
     for lengths, share in ((None, 1.0), (lengths_at, 0.5)):
-        found = find_largest(
-            "sequence", HOST, WORKLOAD, fixed=fixed, trace=lambda length, variants: profile, lengths_at=lengths
-        )
+        found = find_largest("sequence", HOST, WORKLOAD, fixed=fixed, trace=lambda length, variants: profile, lengths_at=lengths)
         assert found.value == 2048 and found.limited_by == "the model has 2,048 positions"
         assert found.predicted.step_ms is not None and found.predicted.model_flops_per_second is not None
         work = found.predicted.model_flops_per_second * found.predicted.step_ms.p50 / 1000

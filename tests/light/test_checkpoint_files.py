@@ -299,9 +299,7 @@ def tensors(draw: st.DrawFn) -> dict[str, tuple[str, list[int], int]]:
 
 
 def same_as_the_library(content: bytes, header: Header) -> None:
-    theirs = {
-        name: (info["dtype"], info["shape"], len(info["data"])) for name, info in safetensors.deserialize(content)
-    }
+    theirs = {name: (info["dtype"], info["shape"], len(info["data"])) for name, info in safetensors.deserialize(content)}
     assert {tensor.name: (tensor.dtype, list(tensor.shape), tensor.nbytes) for tensor in header.tensors} == theirs
 
 

@@ -73,9 +73,7 @@ def test_documents_are_cut_and_a_last_token_alone_is_dropped() -> None:
     assert len(cut_sequences(corpus, 2)) == 2 + 2 + 4 + 1
 
 
-@pytest.mark.parametrize(
-    ("long_rows", "lengths"), [("split", [4, 4, 4, 4, 2]), ("cut", [4, 4, 4, 2]), ("drop", [4, 2])]
-)
+@pytest.mark.parametrize(("long_rows", "lengths"), [("split", [4, 4, 4, 4, 2]), ("cut", [4, 4, 4, 2]), ("drop", [4, 2])])
 def test_long_rows_are_split_cut_or_left_out(long_rows: Any, lengths: list[int]) -> None:
     assert view_sequences(corpus_of(5, 4, 9, 1, 2), 4, 1, long_rows).lengths.tolist() == lengths
     assert view_sequences(corpus_of(5, 4), 2, 2, "drop").lengths.tolist() == [4]

@@ -56,7 +56,7 @@ def test_the_plain_default_holds_whole_pairs(host: str) -> None:
         ("1xh100", "gradient_accumulation_steps=24", "does not divide the global batch of 12 pairs"),
         ("4xh100", "tensor_parallel=2", "tensor_parallel=2 is not for --objective dpo"),
         ("4xh100", "pipeline_parallel=2", "pipeline_parallel=2 is not for --objective dpo"),
-        ("1xh100", "packing=true", "compares two rows"),
+        ("1xh100", "packing=true", "two rows of a pair are compared"),
     ],
 )
 def test_a_choice_that_is_not_for_pairs_is_rejected_in_one_line(host: str, fixed: str, words: str) -> None:
@@ -85,3 +85,10 @@ def test_a_model_of_another_kind_is_rejected() -> None:
     masked = PROFILE.model_copy(update={"objective": "masked-lm"})
     with pytest.raises(RequestError, match="is of the kind masked-lm"):
         search(describe("1xh100"), masked, PAIRS, fixed={})
+
+
+def test_a_reward_model_is_planned_for_pairs() -> None:
+    """The made profile has no traces with masks, which a classifier needs. So its plans are legal, and have no price."""
+    rewarding = PROFILE.model_copy(update={"objective": "sequence-classification"})
+    plans = [rejected.plan for rejected in search(describe("1xh100"), rewarding, PAIRS, fixed={}).rejected]
+    assert len(plans) > 5 and all(conflict_with_pairs(plan) is None and not plan.packing for plan in plans)

@@ -43,7 +43,8 @@ def test_all_of_them_are_named_at_once() -> None:
         "--generate --prompt-length 8 --output-length 8 --concurrency 1 --max-ttft-ms 5 --rows 3 --json --set weights=bf16",
         "--encode --sequence-length 64 --global-batch 4 --max-latency-ms 5 --rows 3 --on 1xh100",
         "--html p.html --rows 3 --sequence-length 64 --global-batch 4 --steps 5 --lora-rank 4 --on 1xh100",
-        "--largest batch --sequence-length 64 --json --on 1xh100", "--compare 1xh100 --steps 5 --global-batch 4",
+        "--largest batch --sequence-length 64 --json --on 1xh100",
+        "--compare 1xh100 --steps 5 --global-batch 4",
     ],
 )
 def test_what_is_used_is_not(used: str) -> None:

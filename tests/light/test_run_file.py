@@ -62,7 +62,7 @@ def test_the_file_that_is_written_has_every_option_with_its_default(tmp_path: Pa
     path = written(tmp_path / "run.yaml")
     assert yaml.safe_load(path.read_text()) is None  # nothing is set
     keys = re.findall(r"^# ([a-z0-9-]+): (.+)$", path.read_text(), re.MULTILINE)
-    expected = {name[2:] for name in map(long_name, COMMAND_OPTIONS.values())} - {"config", "init"} | {"model"}
+    expected = {name[2:] for name in map(long_name, COMMAND_OPTIONS.values())} - {"config", "init", "from-axolotl"} | {"model"}
     assert sorted(name for name, _ in keys) == sorted(expected)
     metavars = {str(parameter.metavar) for parameter in COMMAND.params}
     with_default = {name: value for name, value in keys if value not in metavars}

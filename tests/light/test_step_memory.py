@@ -215,8 +215,11 @@ def random_state(kind: str, plan: Plan) -> float:
 @pytest.mark.parametrize(
     "profile",
     [
-        PROFILE, profile_of(segment_of(TABLE, left=4000.0, forward=9000.0, backward=9000.0)), profile_of(head=EMBEDDING),
-        profile_of(head=EMBEDDING, assignment=(1, 0, 0, 0)), profile_of(head=EMBEDDING, assignment=(0, 0, 0, 1)),
+        PROFILE,
+        profile_of(segment_of(TABLE, left=4000.0, forward=9000.0, backward=9000.0)),
+        profile_of(head=EMBEDDING),
+        profile_of(head=EMBEDDING, assignment=(1, 0, 0, 0)),
+        profile_of(head=EMBEDDING, assignment=(0, 0, 0, 1)),
     ],
     ids=["large head", "large embedding", "large layers", "a large layer first", "a large layer last"],
 )

@@ -77,6 +77,15 @@ def test_the_arguments_reach_the_request() -> None:
     assert found.arguments_for(9) == Arguments(max_steps=9, **ARGUMENTS) and not found.clips_gradients
 
 
+def test_a_warm_up_is_a_share_of_the_steps_or_a_number_of_them() -> None:
+    """Rounded up, as in transformers' Trainer."""
+    assert asked("--warmup-ratio 0.1").arguments_for(25).num_warmup_steps == 3
+    assert asked("--warmup-ratio 0").arguments_for(25).num_warmup_steps == 0
+    assert asked("--warmup-steps 4").arguments_for(25).num_warmup_steps == 4
+    with pytest.raises(RequestError, match="--warmup-ratio 0.1 and --warmup-steps 4"):
+        asked("--warmup-ratio 0.1 --warmup-steps 4")
+
+
 def test_python_has_the_options_of_a_plan_by_name() -> None:
     of_output = {"model", "data", "output", "overwrite", "resume", "heal", "report_to", "max_steps", "arguments", "objective"}
     assert {*PlanOptions.__annotations__} == {*TrainRequest.model_fields} - of_output

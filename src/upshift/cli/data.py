@@ -70,11 +70,12 @@ def show(
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
-    from upshift.models.source import find_model
+    from upshift.models.source import find_model_to_train
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
 
-    prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, options=options)
+    source = find_model_to_train(model, has_reward_head=options.has_reward_head)
+    prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
         tables.out.print(f"[dim]{_title(number, has_pairs=options.has_pairs)}[/dim]", highlight=False)
         tables.out.print(_marked_text(parts), soft_wrap=True)

@@ -140,7 +140,7 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences (dpo: pairs) of one optimizer step, over all ranks. No plan changes it.",
+        "--global-batch", text="Sequences (dpo, reward: pairs) of one optimizer step, over all ranks. No plan changes it.",
         panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
@@ -315,7 +315,7 @@ LossOnOption = Annotated[
 ObjectiveOption = Annotated[
     str | None,
     option(
-        "--objective", text="What the model learns; dpo: to prefer chosen answers to rejected ones",
+        "--objective", text="What the model learns; dpo: to prefer chosen answers to rejected ones; reward: to score answers",
         panel=Panel.TRAINING, metavar="NAME", default="the model's own", choices=get_args(ObjectiveName),
     ),
 ]  # fmt: skip
@@ -323,7 +323,7 @@ LongRowsOption = Annotated[
     str | None,
     option(
         "--long-rows", text="What happens to rows that are longer than a sequence", panel=Panel.ROWS, metavar="NAME",
-        default="cut for chats, split for texts", choices=get_args(LongRows),
+        default="cut for chats, split for texts, drop for --objective reward", choices=get_args(LongRows),
     ),
 ]  # fmt: skip
 Overwrite = Annotated[bool, option("--overwrite", text="Replace an output that exists.", panel=Panel.OUTPUT)]

@@ -36,6 +36,7 @@ from upshift.cli.options import (
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
+from upshift.cli.usage.from_axolotl import expand_axolotl
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.cli.usage.run_file import expand_file
@@ -79,6 +80,13 @@ WarmupSteps = Annotated[
     option(
         "--warmup-steps", text="Optimizer steps in which the learning rate rises from 0.", panel=Panel.OPTIMIZATION, metavar="N",
         least=0,
+    ),
+]  # fmt: skip
+WarmupRatio = Annotated[
+    float | None,
+    option(
+        "--warmup-ratio", text="The share of the optimizer steps in which the learning rate rises from 0, such as 0.03.",
+        panel=Panel.OPTIMIZATION, metavar="X", default="--warmup-steps says it", least=0.0, most=1.0,
     ),
 ]  # fmt: skip
 WeightDecay = Annotated[
@@ -189,6 +197,13 @@ Config = Annotated[
         text="Read options from this YAML file: names without --. An option on the command line replaces that of the file.",
     ),
 ]  # fmt: skip
+FromAxolotl = Annotated[
+    Path | None,
+    option(
+        "--from-axolotl", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Read an Axolotl config, print the options that it becomes, and train. With --init, write them to a file instead.",
+    ),
+]  # fmt: skip
 Init = Annotated[
     Path | None,
     option(
@@ -228,6 +243,7 @@ def command(
     epochs: Epochs = 1.0,
     learning_rate: LearningRate = 5e-5,
     warmup_steps: WarmupSteps = 0,
+    warmup_ratio: WarmupRatio = None,
     weight_decay: WeightDecay = 0.0,
     max_grad_norm: MaxGradNorm = 1.0,
     lr_scheduler_type: Schedule = "linear",
@@ -258,6 +274,7 @@ def command(
     backend: train_xla.Backend = "torch",
     config: Config = None,  # HelpCommand reads and writes these files, before it calls this function
     init: Init = None,
+    from_axolotl: FromAxolotl = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals() | adapter.model_dump())
@@ -266,7 +283,11 @@ def command(
         check_file("--plan", plan)
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
-        return
+    else:
+        _run_torch(request, as_json=as_json)
+
+
+def _run_torch(request: TrainRequest, *, as_json: bool) -> None:
     with importing():
         from upshift.training.run import run_training
 
@@ -283,11 +304,11 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Return the words that follow ``upshift train``, with the options of the file of ``--config`` in place of its name.
+    """Return the words that follow ``upshift train``, with the options of the files of --config and --from-axolotl in them.
 
     Another host, which runs the command, need not have the file."""
     context = _context_of(words)
-    return expand_file(context.command, context, words)
+    return expand_file(context.command, context, expand_axolotl(context.command, context, words))
 
 
 def _context_of(words: Sequence[str]) -> Any:

@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -252,10 +253,12 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     """Raise RequestError if the files lack a weight that the answer depends on, or mostly belong to another model.
 
     ``run``: computes the answer from the model. None means that the answer depends on every weight. ``all_used``: False for a
-    part of the model that the config names, because then the other tensors are for the other parts."""
+    part of the model that the config names, because then the other tensors are for the other parts. So are they for a model
+    with a new reward head."""
     coverage = measure_coverage(filling)
     name = type(filling.model).__name__
-    missing = coverage.missing
+    missing = _without_new_head(coverage.missing, filling.model, source)
+    all_used = all_used and source.reward_head_on is None
     if missing and run is not None:
         missing = {weight: missing[weight] for weight in _weights_used_by(filling.model, list(missing), run)}
     unused = sum(coverage.unused.values())
@@ -279,12 +282,28 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     logger.warning(text)
 
 
+def _without_new_head(missing: dict[str, int], model: PreTrainedModel, source: ModelSource) -> dict[str, int]:
+    """Return the missing weights without those of a new reward head: the ones that the class of the files has not, either."""
+    if source.reward_head_on is None:
+        return missing
+    files_class: Any = getattr(transformers, source.reward_head_on)
+    with torch.device("meta"):
+        of_files: PreTrainedModel = files_class(source.hf_config)
+    names = {_name_in_base(name, of_files) for name in of_files.state_dict()}
+    return {name: size for name, size in missing.items() if _name_in_base(name, model) in names}
+
+
+def _name_in_base(name: str, model: PreTrainedModel) -> str:
+    """Return the name of a weight in the model without its head."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
 def check_missing(missing: set[str], model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise RequestError if ``missing``, the weights that ``from_pretrained`` found in no file, is not empty."""
-    if missing:
-        names = dict.fromkeys(sorted(missing), 0)
+    """Raise RequestError if ``missing``, the weights that ``from_pretrained`` found in no file, is more than a new head."""
+    names = _without_new_head(dict.fromkeys(sorted(missing), 0), model, source)
+    if names:
         raise RequestError(
-            f"the files of {source.reference!r} lack {len(missing)} weights of {type(model).__name__} "
+            f"the files of {source.reference!r} lack {len(names)} weights of {type(model).__name__} "
             f"({_shorten_list(names)}); give the files of the whole model"
         )
 

@@ -87,6 +87,28 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
     )
 
 
+def choose_text_classifier(config: PretrainedConfig, reference: str) -> type[PreTrainedModel]:
+    """Return the class that puts a head for labels of texts on a model. Raise RequestError if transformers has none."""
+    for model_class, objective in _trainable_classes(config):
+        if objective == "sequence-classification":
+            return model_class
+    raise RequestError(
+        f"transformers has no classifier of texts for {reference!r} (model_type {config.model_type!r}), which --objective reward "
+        "needs for its head; use another model"
+    )
+
+
+def name_padding(model: nn.Module, pad_token_id: int | None = None) -> None:
+    """Name the padding token in a model's config, in which classifiers of texts look for the end of a text.
+
+    Without ``pad_token_id``, token 0 is named if the config names none. It is no text's last token in a trace or a test."""
+    text_config = cast("PreTrainedModel", model).config.get_text_config()
+    if pad_token_id is not None:
+        text_config.pad_token_id = pad_token_id
+    elif getattr(text_config, "pad_token_id", None) is None:
+        text_config.pad_token_id = 0
+
+
 def _trainable_alternatives(config: PretrainedConfig) -> str:
     """Return the end of a message: the classes of this model_type that Upshift trains, and how to get their weights."""
     class_names = ", ".join(dict.fromkeys(model_class.__name__ for model_class, _ in _trainable_classes(config)))

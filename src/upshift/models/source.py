@@ -44,6 +44,7 @@ QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:23
     "bnb_4bit_compute_dtype": "bfloat16",
 }
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
+ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # as transformers names it
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
 SHOWN_CHARACTERS = 100  # of a reference in a message
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
@@ -200,6 +201,8 @@ class ModelSource(Value):
     # No plan changes these two dtypes of the model inside an adapter.
     base_dtype: BaseDtype = "float32"
     quantized_from: QuantizedFrom | None = None  # dtype of the 4-bit weights before they were quantized; None: no such weights
+    # The class of the files, if they lack the reward head of the config, which is new and random. None: they have the model.
+    reward_head_on: str | None = None
 
     @field_validator("config", mode="before")
     @classmethod
@@ -302,12 +305,16 @@ def _read_adapter(directory: Path) -> ModelSource:
     return _attach_adapter(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), settings)
 
 
-def find_model_to_train(reference: str, options: AdapterOptions | None = None) -> ModelSource:
+def find_model_to_train(reference: str, options: AdapterOptions | None = None, *, has_reward_head: bool = False) -> ModelSource:
     """Return the source to train for a reference, with the adapter that the options describe (LoRA: arXiv:2106.09685).
+
+    With ``has_reward_head``, the model gives each text one number, its reward.
 
     Raise RequestError for options that need a rank, and if the model already has an adapter or quantized weights. That the model
     has the named modules is checked by ``models.adapter.check_module_names``, which builds it."""
     source = find_model(reference)
+    if has_reward_head:
+        source = _with_reward_head(source)
     options = options or AdapterOptions()
     option = options.first_of_adapter()
     if source.adapter is not None and option is not None:
@@ -332,6 +339,44 @@ def _with_lora(source: ModelSource, options: AdapterOptions) -> ModelSource:
     classes = source.config.get("architectures") or [""]
     task = next((task for suffix, task in TASK_OF_HEAD.items() if str(classes[0]).endswith(suffix)), None)
     return _attach_adapter(source, options.lora_config(task))
+
+
+def _with_reward_head(source: ModelSource) -> ModelSource:
+    """Return the source with a head that gives a text one number: transformers' classifier of texts with one label, as in TRL.
+
+    Return a classifier with one label unchanged. Raise RequestError for other classifiers, and if there is no such class."""
+    from upshift.models.build import choose_text_classifier, find_architecture  # imports torch
+
+    config = source.hf_config
+    architecture = find_architecture(config, source.reference)
+    if architecture.objective == "sequence-classification":
+        if config.num_labels != 1:
+            raise RequestError(
+                f"{source.reference!r} is a classifier with {config.num_labels} labels, and --objective reward needs one with a "
+                "single label, the reward; use a language model, which gets a new head"
+            )
+        return source
+    if source.adapter is not None and source.adapter.get("task_type") != TASK_OF_HEAD["ForSequenceClassification"]:
+        raise RequestError(
+            f"{source.reference!r} is an adapter of a model without a reward head; merge it first with upshift merge, or give "
+            f"the model that it was made for ({source.base_reference!r})"
+        )
+    classifier = choose_text_classifier(config, source.reference)
+    return source.changed(
+        config=source.config | {"architectures": [classifier.__name__], **ONE_LABEL},
+        reward_head_on=architecture.model_class.__name__,
+    )
+
+
+def source_of_files(source: ModelSource) -> ModelSource:
+    """Return the source of the files in the directory of ``source``: without an adapter, and quantized as they are.
+
+    A new reward head stays."""
+    stored = find_model(str(source.directory))
+    if source.reward_head_on is None:
+        return stored
+    head = {name: source.config[name] for name in ("architectures", *ONE_LABEL)}
+    return stored.changed(config=stored.config | head, reward_head_on=source.reward_head_on)
 
 
 def _check_not_quantized(source: ModelSource) -> None:

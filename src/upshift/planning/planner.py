@@ -279,9 +279,12 @@ def plan(
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
-def find_source(model: str, adapter: AdapterOptions) -> ModelSource:
-    """Return the source to plan for, with its adapter. Raise RequestError if the model lacks a module that the options name."""
-    source = find_model_to_train(model, adapter)
+def find_source(model: str, adapter: AdapterOptions, *, has_reward_head: bool = False) -> ModelSource:
+    """Return the source to plan for, with its adapter and its reward head.
+
+    Raise RequestError if the model lacks a module that the options name.
+    """
+    source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
     if adapter.names_modules:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 

@@ -223,6 +223,7 @@ class LengthHistogram(Value):
 
 
 RowsTogether = Literal[1, 2]
+PAIR_OBJECTIVES = "--objective dpo or reward"  # for messages
 
 
 class Workload(Value):

@@ -6,6 +6,7 @@ everything else. The command line or ``train()`` makes it.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class Arguments(Value):
     learning_rate: float = Field(5e-5, gt=0)
     lr_scheduler_type: LearningRateSchedule = "linear"
     warmup_steps: int = Field(0, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, le=1, description="share of max_steps; None: warmup_steps counts")
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -48,6 +50,11 @@ class Arguments(Value):
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
     neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return the steps in which the learning rate rises, rounded up as in transformers' Trainer."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * self.max_steps)
 
     def option_for_evaluations(self) -> str | None:
         """Return the name of an argument that needs evaluations during the run, or None if there is none."""
@@ -118,8 +125,13 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
         request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
-        if checked.dpo_beta != BETA and not request.has_pairs:
+        if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
+        if checked.warmup_ratio is not None and checked.warmup_steps:
+            raise RequestError(
+                f"--warmup-ratio {checked.warmup_ratio:g} and --warmup-steps {checked.warmup_steps} both say how long the "
+                "learning rate rises; leave one of them out"
+            )
         return request
 
     @property
@@ -140,7 +152,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         }
 
     def source(self) -> ModelSource:
-        return find_model_to_train(self.model, self.as_adapter_options)
+        return find_model_to_train(self.model, self.as_adapter_options, has_reward_head=self.has_reward_head)
 
     def arguments_for(self, steps: int) -> Arguments:
         """Return the arguments for a run of this many optimizer steps."""

@@ -68,7 +68,7 @@ def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
     if not micro_batch.can_be_split:
         return None
     rows, width = micro_batch.shape
-    together = 1 if micro_batch.reference is None else 2  # rows of a pair
+    together = 2 if micro_batch.has_pairs else 1
     if rows > together:
         middle = together * ((rows // together + 1) // 2)
         first = _slice_micro_batch(micro_batch, slice(None, middle), slice(None))
@@ -93,16 +93,18 @@ def _starts(position_ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
 def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
     has_all_columns = columns == slice(None)
     cut = {name: array[rows] if has_all_columns else array[rows, columns] for name, array in micro_batch.arrays.items()}
-    labels = int(np.count_nonzero(cut["labels"] != IGNORED))
-    reference = None
-    if micro_batch.reference is not None:
-        reference = micro_batch.reference[rows]
-        labels = len(reference) // 2
+    reference = None if micro_batch.reference is None else micro_batch.reference[rows]
+    margins = None
+    if micro_batch.margins is not None:
+        margins = np.repeat(micro_batch.margins, 2)[rows][0::2]
+    num_pairs = len(next(iter(cut.values()))) // 2
+    labels = num_pairs if micro_batch.has_pairs else int(np.count_nonzero(cut["labels"] != IGNORED))
     share = labels / max(micro_batch.num_label_tokens, 1)
     return replace(
         micro_batch,
         arrays=cut,
         reference=reference,
+        margins=margins,
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
         num_label_tokens=labels,
         num_tokens=round(micro_batch.num_tokens * share),
@@ -111,7 +113,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
 
 def shrink_to_few_tokens(micro_batch: MicroBatch) -> MicroBatch:
     """Return one short row of a micro-batch, or the two of a pair. Only its shapes matter."""
-    rows = 1 if micro_batch.reference is None else 2
+    rows = 2 if micro_batch.has_pairs else 1
     few = _slice_micro_batch(micro_batch, slice(0, rows), slice(0, FEW_TOKENS))
     return replace(few, num_tokens=0)
 
@@ -119,8 +121,10 @@ def shrink_to_few_tokens(micro_batch: MicroBatch) -> MicroBatch:
 def stand_in(micro_batch: MicroBatch) -> MicroBatch:
     """Return a micro-batch without labels, for a rank that has fewer micro-batches than others."""
     few = shrink_to_few_tokens(micro_batch)
-    labels = np.full_like(few.arrays["labels"], IGNORED)
-    return replace(few, arrays={**few.arrays, "labels": labels}, num_label_tokens=0)
+    arrays = dict(few.arrays)
+    if "labels" in arrays:
+        arrays["labels"] = np.full_like(arrays["labels"], IGNORED)
+    return replace(few, arrays=arrays, num_label_tokens=0)
 
 
 class OomOnSomeRank(MemoryError):

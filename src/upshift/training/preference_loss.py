@@ -1,4 +1,4 @@
-"""Compute the loss of pairs of answers by DPO, and the rewards that it implies.
+"""Compute the loss of pairs of answers: by DPO, with the rewards that it implies, or by the rewards of a reward model.
 
 DPO: Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), equation 7. An answer's reward is beta times the
 logarithm of how much more probable the trained model makes it than the reference. The loss of a pair is
@@ -49,6 +49,18 @@ class PreferenceLoss:
         if counts:
             self._add(chosen.detach(), rejected.detach())
         return -functional.logsigmoid(chosen - rejected).mean()
+
+    def mean_loss_of_rewards(self, rewards: torch.Tensor, margins: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
+        """Return the mean loss of pairs whose rewards [rows] the model gives: -log(sigmoid(chosen - rejected - margin)).
+
+        Touvron et al., "Llama 2", 2023 (arXiv:2307.09288), equation 2, as in TRL. ``margins``: one for each pair [rows / 2].
+        ``counts``: whether the rewards of these pairs are added up.
+        """
+        chosen = rewards[0::2]
+        rejected = rewards[1::2]
+        if counts:
+            self._add(chosen.detach(), rejected.detach())
+        return -functional.logsigmoid(chosen - rejected - margins).mean()
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         num_pairs = torch.full((), float(len(chosen)), device=chosen.device)

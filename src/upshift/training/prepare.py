@@ -33,12 +33,12 @@ from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
 from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.build import build_model, choose_class, disable_cache, find_stacks
+from upshift.models.build import build_model, choose_class, disable_cache, find_stacks, name_padding
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
 from upshift.models.ops.sequence_loss import sequence_losses
-from upshift.models.source import ModelSource, find_model
+from upshift.models.source import ModelSource, source_of_files
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
@@ -168,7 +168,7 @@ def load_offloaded(
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
     options = PlacementOptions(make_device_map(empty, plan), None, converted_folder())
-    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, placement_options=options)
+    return load_source(source_of_files(source), dtype=dtype, model_class=model_class, placement_options=options)
 
 
 def make_device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
@@ -212,7 +212,7 @@ def configure_process(plan: Plan) -> None:
 
 def check_weights(source: ModelSource) -> None:
     """Raise RequestError if the files lack weights of the model. It reads only the headers, before anything slow starts."""
-    stored = find_model(str(source.directory))
+    stored = source_of_files(source)
     if "quantization_config" in stored.config:  # only transformers knows their form; it reports missing weights itself
         return
     config = stored.hf_config
@@ -277,10 +277,13 @@ def _load_weights(
     """Load the model from files. Let transformers load quantized weights, whose form it alone knows."""
     if plan.weight_offload != "none":
         return load_offloaded(source, config, model_class, plan, dtype=dtype)
-    if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
-        return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
+    if source.quantized_from is None and "quantization_config" not in source_of_files(source).config:
+        return load_source(source_of_files(source), dtype=dtype, model_class=model_class)
+    arguments = _quantization_arguments(source)
+    if source.reward_head_on is not None:
+        arguments["config"] = source_of_files(source).hf_config
     loaded: Any = model_class.from_pretrained(  # with information about the loading, which its type does not include
-        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantization_arguments(source)
+        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **arguments
     )
     model: PreTrainedModel
     model, loading_info = loaded
@@ -290,7 +293,7 @@ def _load_weights(
 
 def _quantization_arguments(source: ModelSource) -> dict[str, Any]:
     """Return the arguments with which from_pretrained quantizes unquantized weights to 4 bits while it loads them."""
-    if source.quantized_from is None or "quantization_config" in find_model(str(source.directory)).config:
+    if source.quantized_from is None or "quantization_config" in source_of_files(source).config:
         return {}
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
@@ -335,6 +338,10 @@ def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.M
             adapted = complete_model(whole, source)
             name_base(adapted, source)
             return adapted
+    part_config = getattr(stages_of(model)[0], "config", None)
+    pad_token_id = None if part_config is None else getattr(part_config.get_text_config(), "pad_token_id", None)
+    if pad_token_id is not None:  # a run names the padding token of a reward model after it has loaded the model
+        name_padding(whole, pad_token_id)
     for part in stages_of(model):
         generation_config = getattr(part, "generation_config", None)
         if generation_config:
@@ -447,6 +454,8 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
 
     Of pairs, return the mean loss of the pairs by ``preference``.
     """
+    if micro_batch.margins is not None:
+        return _compute_reward_loss(model, plan, micro_batch, preference or PreferenceLoss())
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
@@ -458,6 +467,16 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     reference = torch.from_numpy(micro_batch.reference).to(plan.device)
     counts = micro_batch.num_label_tokens > 0
     return (preference or PreferenceLoss()).mean_loss(log_probabilities, reference, counts=counts)
+
+
+def _compute_reward_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss) -> torch.Tensor:
+    """Return the mean loss of pairs by the rewards that the model gives their rows."""
+    assert micro_batch.margins is not None
+    inputs = to_tensors(micro_batch, plan.device)
+    with _forward_settings(model, plan, inputs):
+        rewards = model(**inputs).logits.squeeze(-1).float()
+    margins = torch.from_numpy(micro_batch.margins).to(plan.device)
+    return preference.mean_loss_of_rewards(rewards, margins, counts=micro_batch.num_label_tokens > 0)
 
 
 def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
 from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
-from upshift.models.source import ModelSource, fetch_weights, find_model
+from upshift.models.source import ModelSource, fetch_weights, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.search.constraints import conflict, conflict_with_pairs
@@ -242,7 +242,8 @@ def train(
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
         report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
-        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. None: the model's own objective.
+        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "reward": to score answers. None: the
+            model's own objective.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
@@ -335,14 +336,18 @@ def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
 def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
     """Raise RequestError for an option that is not for pairs, and for a model whose loss of each answer cannot be computed."""
     if request.heal:
-        raise RequestError("--heal is not for --objective dpo; leave it out, and continue after a failure with --resume")
+        raise RequestError(
+            f"--heal is not for --objective {request.objective}; leave it out, and continue after a failure with --resume"
+        )
     if request.lora_dropout:
         raise RequestError(
-            f"--lora-dropout {request.lora_dropout:g} is not for --objective dpo, which trains without dropout; leave it out"
+            f"--lora-dropout {request.lora_dropout:g} is not for --objective {request.objective}, which trains without dropout; "
+            "leave it out"
         )
-    from upshift.models.ops.sequence_loss import check_sequence_losses
+    from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses
 
-    check_sequence_losses(source)
+    check = check_rewards if request.has_reward_head else check_sequence_losses
+    check(source)
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
@@ -363,7 +368,8 @@ def length_histogram(
     model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, options: DataOptions | None = None
 ) -> Any:
     """Return the histogram of the sequence lengths of data for planning, or None if all sequences are full."""
-    data = prepare_data(find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, options=options)
+    source = find_model_to_train(model, has_reward_head=options is not None and options.has_reward_head)
+    data = prepare_data(source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, options=options)
     return _histogram_unless_full(data)
 
 
@@ -385,6 +391,7 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
         seconds = request.trial_seconds
         trial = TrialRequest(
             **request.model_choice,
+            has_reward_head=request.has_reward_head,
             plan=planning.default.plan,
             global_batch=workload.global_batch,
             seconds=seconds,

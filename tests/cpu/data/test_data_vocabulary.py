@@ -17,7 +17,7 @@ from upshift.training.data.tokens import TokenizedCorpus
 @pytest.mark.parametrize(("pad", "expected"), [(0, 0), (4, 4), (5, 0), (9, 0)])
 def test_padding_is_an_id_that_the_model_has(pad: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Objective(pad_token_id=pad, vocab_size=5)
-    monkeypatch.setattr(dataset, "find_objective", lambda source, tokenizer: objective)
+    monkeypatch.setattr(dataset, "find_objective", lambda source, tokenizer, has_rewards: objective)
     source: Any = None
     assert dataset._find_objective(source, object()).pad_token_id == expected
 

@@ -107,6 +107,24 @@ def compare(output: Path, wanted: Path) -> None:
     assert said[0] == said[1]
 
 
+def test_a_reward_head_of_the_adapter_comes_with_its_label(tmp_path: Path, upshift: Any) -> None:
+    """The base model is a language model, whose config says two labels."""
+    base, _ = made(tmp_path, "llama", {"target_modules": ["q_proj"]})
+    torch.manual_seed(1)
+    rewarding = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    adapted = peft.get_peft_model(rewarding, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"]))
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn_like(weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    answer = upshift("merge", tmp_path / "adapter", "-o", tmp_path / "merged")
+    assert answer.code == 0, answer.err
+    adapted.merge_and_unload().save_pretrained(tmp_path / "wanted")
+    ours, theirs = stored_in(tmp_path / "merged"), stored_in(tmp_path / "wanted")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").config.num_labels == 1
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_is_what_peft_makes(upshift, tmp_path, name):
     model, options = ADAPTERS[name]

@@ -110,9 +110,7 @@ def assert_same_answers(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_everything_on_the_disk_says_what_memory_says(
-    name: str, dtype: str | None, folder: Folder, tmp_path: Path
-) -> None:
+def test_everything_on_the_disk_says_what_memory_says(name: str, dtype: str | None, folder: Folder, tmp_path: Path) -> None:
     kind = MODELS[name][1]
     theirs = kind.from_pretrained(folder(name), dtype=dtype or "auto").eval()
     converted = dtype is not None or name == "experts that are stored apart"

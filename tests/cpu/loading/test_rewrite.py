@@ -81,7 +81,7 @@ def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path):
         torch.uint16, torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64,
         torch.int64, torch.uint64, torch.float4_e2m1fn_x2,
     ]  # fmt: skip
-    made = {f"{name}{dtype}": torch.arange(16, dtype=torch.uint8).view(dtype) for dtype in kinds for name in ("b", "a é\n\"")}
+    made = {f"{name}{dtype}": torch.arange(16, dtype=torch.uint8).view(dtype) for dtype in kinds for name in ("b", 'a é\n"')}
     made |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
     save_file(made, tmp_path / "theirs.safetensors", {"format": "pt"})
     header = read_header(tmp_path / "theirs.safetensors")

@@ -33,7 +33,7 @@ from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.optimizers.build import build_optimizer, parameter_groups, update_in_backward
 from upshift.training.optimizers.cpu_offload import HostOptimizer
-from upshift.training.optimizers.schedule import build_schedule
+from upshift.training.optimizers.schedule import build_schedule, learning_rate_factor
 from upshift.training.prepare import convert_to_fp8, offload_activations
 from upshift.training.step import TrainStep
 
@@ -139,6 +139,14 @@ def test_schedules_are_those_of_transformers(name: LearningRateSchedule, warmup:
             schedule.step()
     theirs.load_state_dict(ours.state_dict())
     assert theirs.last_epoch == ours.last_epoch
+
+
+def test_a_share_of_the_steps_is_the_same_warm_up_as_their_number() -> None:
+    by_number, by_share = (
+        arguments(max_steps=20, warmup_steps=steps, warmup_ratio=share) for steps, share in ((3, None), (0, 0.13))
+    )
+    factors = [[learning_rate_factor(step, name="linear", arguments=of) for step in range(20)] for of in (by_number, by_share)]
+    assert factors[0] == factors[1] and factors[0][:4] == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
 def test_muon_is_torch_muon_for_the_layers_matrices_and_adamw_for_the_rest() -> None:

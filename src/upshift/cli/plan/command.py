@@ -134,9 +134,9 @@ def command(
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
-    source = find_source(model, adapter)
+    source = find_source(model, adapter, has_reward_head=options.has_reward_head)
     if options.has_pairs:
-        _check_takes_pairs(source)
+        _check_takes_pairs(source, options)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
@@ -173,20 +173,21 @@ def _check_page(html: Path | None) -> None:
 
 def _check_data_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None) -> None:
     if options.has_pairs and largest is not None:
-        raise RequestError(f"--largest {largest} is not for --objective dpo; leave one of the two out")
+        raise RequestError(f"--largest {largest} is not for --objective {options.objective}; leave one of the two out")
     for name, value in options.model_dump().items():
-        if value is not None and data is None and value != "dpo":  # for which a plan needs no data
+        if value is not None and data is None and value != options.pair_objective:  # for which a plan needs no data
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
 
 
-def _check_takes_pairs(source: ModelSource) -> None:
-    """Raise RequestError for a model that ``upshift train --objective dpo`` refuses because of its loss."""
+def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
+    """Raise RequestError for a model that ``upshift train`` refuses for pairs because of its loss or its rewards."""
     with tables.step("Testing whether the model can compare pairs"):
-        from upshift.models.ops.sequence_loss import check_sequence_losses  # it imports torch
+        from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 
-        check_sequence_losses(source)
+        check = check_rewards if options.has_reward_head else check_sequence_losses
+        check(source)
 
 
 def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from upshift.cli.usage.from_axolotl import with_axolotl_words
 from upshift.cli.usage.help_page import first_page, help_page, is_option
 from upshift.cli.usage.messages import (
     MAY_BE_EMPTY,
@@ -17,7 +18,7 @@ from upshift.cli.usage.messages import (
     check_words,
     describe_error,
 )
-from upshift.cli.usage.run_file import CONFIG, INIT, with_file_words, write_run_file
+from upshift.cli.usage.run_file import AXOLOTL, CONFIG, INIT, with_file_words, write_run_file
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 
@@ -44,9 +45,11 @@ class HelpCommand(TyperCommand):
             check_words(path, values, order, MAY_BE_EMPTY)
             check_numbers(self, path, values, order)
             words = list(args)
-            if values.get(CONFIG):
+            if values.get(AXOLOTL):
+                words = with_axolotl_words(self, ctx, words, values)
+            elif values.get(CONFIG):
                 words = with_file_words(self, ctx, words, values)
-                values = self.make_parser(ctx).parse_args(list(words))[0]
+            values = self.make_parser(ctx).parse_args(list(words))[0]
             if values.get(INIT):
                 self._write_file(ctx, values)
             return super().parse_args(ctx, words)

@@ -30,13 +30,14 @@ from upshift.text import did_you_mean
 
 CONFIG = "config"  # the parameter of a command that reads such files
 INIT = "init"  # the parameter with the file to write
+AXOLOTL = "from_axolotl"  # the parameter with a config of Axolotl
 COMMENT_WIDTH = 100  # columns
 SET_ASIDE = {"resume": "overwrite", "overwrite": "resume", "epochs": "max_steps"}  # what a typed option takes from the file
 BOOL_TAG = "tag:yaml.org,2002:bool"
 NULL_TAG = "tag:yaml.org,2002:null"
 
 
-class _Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """One key of a file, with its value as the YAML reader found it."""
 
     key: str
@@ -54,12 +55,19 @@ def with_file_words(command: Any, context: Any, words: Sequence[str], values: Ma
         values: those of the parameters that the user typed, by name.
     """
     path = str(values[CONFIG])
+    return with_entries(command, context, words, values, _read_entries(Path(path)), path)
+
+
+def with_entries(
+    command: Any, context: Any, words: Sequence[str], values: Mapping[str, Any], entries: Sequence[FileEntry], path: str
+) -> list[str]:
+    """Return the user's words, and before them those of the entries of a file, as ``with_file_words`` does."""
     parameters = {key_of(parameter): parameter for parameter in file_parameters(command)}
     arguments: list[str] = []
     options: list[str] = []
     used: set[str] = set()
     set_aside = {other for name, other in SET_ASIDE.items() if values.get(name) is not None}
-    for entry in _read_entries(Path(path)):
+    for entry in entries:
         key = entry.key.replace("_", "-")
         if key not in parameters:
             raise RequestError(
@@ -82,21 +90,26 @@ def expand_file(command: Any, context: Any, words: Sequence[str]) -> list[str]:
     values = command.make_parser(context).parse_args(list(words))[0]
     if not values.get(CONFIG):
         return list(words)
+    return with_file_words(command, context, without_option(words, f"--{CONFIG}"), values)
+
+
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return the words without an option and its value."""
     remaining: list[str] = []
-    is_path = False
+    is_value = False
     for word in words:
-        if is_path:
-            is_path = False
-        elif word == f"--{CONFIG}":
-            is_path = True
-        elif not word.startswith(f"--{CONFIG}="):
+        if is_value:
+            is_value = False
+        elif word == option:
+            is_value = True
+        elif not word.startswith(f"{option}="):
             remaining.append(word)
-    return with_file_words(command, context, remaining, values)
+    return remaining
 
 
 def file_parameters(command: Any) -> list[Any]:
     """Return the parameters that a file may have: all but those that name files of this kind."""
-    return [parameter for parameter in shown_parameters(command) if parameter.name not in (CONFIG, INIT)]
+    return [parameter for parameter in shown_parameters(command) if parameter.name not in (CONFIG, INIT, AXOLOTL)]
 
 
 def key_of(parameter: Any) -> str:
@@ -104,7 +117,7 @@ def key_of(parameter: Any) -> str:
     return long_name(parameter).removeprefix("--") if is_option(parameter) else str(parameter.name)
 
 
-def _read_entries(path: Path) -> list[_Entry]:
+def _read_entries(path: Path) -> list[FileEntry]:
     """Return the keys and values of a file. Raise RequestError if it cannot be read or is no mapping."""
     if not path.is_file():
         raise WrongValue(f"--config {path} {'is a folder' if path.is_dir() else 'does not exist'}; give the path of a file")
@@ -123,10 +136,10 @@ def _read_entries(path: Path) -> list[_Entry]:
     for key, _ in root.value:
         if not isinstance(key, yaml.ScalarNode):
             raise RequestError(f"{path} has {_shown(key)} as a key; write the name of an option")
-    return [_Entry(str(key.value), value) for key, value in root.value]
+    return [FileEntry(str(key.value), value) for key, value in root.value]
 
 
-def _words_of(parameter: Any, entry: _Entry, path: str) -> list[str]:
+def _words_of(parameter: Any, entry: FileEntry, path: str) -> list[str]:
     """Return the words of the command line for one key. Raise RequestError for a value of the wrong kind."""
     origin = f"{path}: key {entry.key!r}"
     if entry.value.tag == NULL_TAG:

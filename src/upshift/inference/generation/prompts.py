@@ -7,6 +7,7 @@ template writes."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.inference.resumable_output import check_output, is_empty, is_text, parse_object, read_lines
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
-from upshift.text import describe_other_part
+from upshift.text import describe_other_part, fill_null_contents
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}
@@ -62,6 +63,7 @@ class Prompts:
             return text_ids
         chat = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else normalize_chat(prompt, name)
         self._check_template()
+        chat["messages"] = fill_null_contents(chat["messages"], partial(self._write_or_none, chat))
         self._check_used(chat, name)
         ids: list[int] = self._apply_template(chat, name, tokenize=True)
         return ids
@@ -75,6 +77,13 @@ class Prompts:
             raise RequestError(
                 f"{name} is not what the chat template of {self._reference!r} takes ({error}); give messages that it takes"
             ) from None
+
+    def _write_or_none(self, chat: Mapping[str, Any], messages: Any) -> str | None:
+        """Return the text of a chat with other messages, or None if the template rejects them."""
+        try:
+            return str(self._apply_template({**chat, "messages": messages}, "", tokenize=False))
+        except RequestError:
+            return None
 
     def _check_used(self, chat: Mapping[str, Any], name: str) -> None:
         """Raise RequestError if the template writes the same text without the tools, or without a field of the messages."""

@@ -57,6 +57,7 @@ AUTO_CLASSES = {  # by peft's task type, as peft's AutoPeftModel classes choose
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+PEFT_PREFIX = "base_model.model."  # of the names of an adapter's tensors
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
 UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
     "alora_invocation_tokens": "acts from some tokens on only",
@@ -85,8 +86,8 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {source.reference!r} are quantized; name what they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
-    model = _build_empty(source, lora, checkpoint)
-    merged = _merge_tensors(model, lora, folder, checkpoint)
+    model = _build_empty(source, lora, checkpoint, folder)
+    merged = _merge_tensors(model, lora, folder, _without_old_head(checkpoint, model, source))
     copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER_PREFIXES)}
     config = copies.pop(CONFIG)
     job = Rewrite(
@@ -96,7 +97,7 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
         sources=(*checkpoint.files, config, folder / ADAPTER_WEIGHTS, folder / ADAPTER_FILE),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
-        documents={CONFIG: _merged_config(source.config, model, merged.is_untied)},
+        documents={CONFIG: _merged_config(source, model, merged.is_untied)},
         noted=merged.lost,
     )
     return rewrite(job, output, progress)
@@ -132,8 +133,11 @@ def _read_adapter(folder: Path) -> LoraConfig:
     return config
 
 
-def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes."""
+def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
+    """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes.
+
+    ``folder``: that of the adapter, whose head may have other labels than the config of the base model.
+    """
     config = source.hf_config
     class_name = (lora.auto_mapping or {}).get("base_model_class") or AUTO_CLASSES.get(str(lora.task_type))
     auto_class = getattr(transformers, class_name, None) if class_name else None
@@ -144,13 +148,56 @@ def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) 
     for tensor in checkpoint.tensors.values():
         sizes[dtype_of(tensor)] += tensor.nbytes * dtype_of(tensor).is_floating_point
     (dtype, _), *_ = sizes.most_common(1)
-    return build_empty(resolve_class(config, source, auto_class), config, dtype)
+    model_class = resolve_class(config, source, auto_class)
+    model = build_empty(model_class, config, dtype)
+    num_labels = _num_labels_of(model, folder)
+    if num_labels is None:
+        return model
+    config.num_labels = num_labels
+    model = build_empty(model_class, config, dtype)
+    if getattr(config.get_text_config(), "pad_token_id", None) is None:
+        config.get_text_config().pad_token_id = _padding_of_tokenizer(folder)
+    return model
+
+
+def _num_labels_of(model: PreTrainedModel, folder: Path) -> int | None:
+    """Return the number of labels of an adapter's whole head, or None if it is that of the model, or has another form."""
+    stored = read_header(folder / ADAPTER_WEIGHTS).by_name()
+    for name, weight in model.named_parameters():
+        tensor = stored.get(f"{PEFT_PREFIX}{name}")
+        if tensor is None or len(weight) != model.config.num_labels:
+            continue
+        shape = shape_of(tensor)
+        if shape[1:] == tuple(weight.shape[1:]) and shape[0] != len(weight):
+            return shape[0]
+    return None
+
+
+def _padding_of_tokenizer(folder: Path) -> int | None:
+    """Return the padding token, or else EOS, of the tokenizer beside an adapter, as reward models are trained. None: neither.
+
+    A decoder that classifies looks for the end of a text by it.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError):  # there is no tokenizer, or none that transformers can read
+        return None
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def _config_names_generator(config: PretrainedConfig, source: ModelSource, auto_class: Any) -> bool:
     """Return whether the config names a class that generates text, as the adapter's Auto class does."""
     generating = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     return auto_class in generating and bool(config.architectures) and resolve_class(config, source).can_generate()
+
+
+def _without_old_head(checkpoint: Checkpoint, model: PreTrainedModel, source: ModelSource) -> Checkpoint:
+    """Return the checkpoint without the tensors that the adapter's class does not use, if the files are of another class."""
+    if type(model).__name__ in (source.config.get("architectures") or ()):
+        return checkpoint
+    used = {name for group in map_names(model, checkpoint.tensors).groups for _, name in group.sources}
+    return replace(checkpoint, tensors={name: tensor for name, tensor in checkpoint.tensors.items() if name in used})
 
 
 def _merge_tensors(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> MergedTensors:
@@ -240,8 +287,11 @@ def _merged_bytes(merged_weight: MergedWeight, stored: StoredTensor | None) -> I
         yield bytes_of(weight)
 
 
-def _merged_config(config: Mapping[str, Any], model: PreTrainedModel, untied: bool) -> bytes:
-    new_config = {**config, "architectures": [type(model).__name__]}
+def _merged_config(source: ModelSource, model: PreTrainedModel, untied: bool) -> bytes:
+    new_config = {**source.config, "architectures": [type(model).__name__]}
+    if model.config.num_labels != source.hf_config.num_labels:  # the head is the adapter's
+        fields = model.config.to_dict()
+        new_config |= {name: fields[name] for name in ("id2label", "label2id", "pad_token_id") if name in fields}
     if untied:
         new_config["tie_word_embeddings"] = False
         for key, value in new_config.items():

@@ -28,7 +28,15 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
-from upshift.models.build import build_model, choose_class, disable_cache, encoder_class, encoder_of, is_causal_class
+from upshift.models.build import (
+    build_model,
+    choose_class,
+    disable_cache,
+    encoder_class,
+    encoder_of,
+    is_causal_class,
+    name_padding,
+)
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
@@ -159,6 +167,9 @@ class _Probe:
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
         disable_cache(self.model)
+        if objective == "sequence-classification":
+            name_padding(self.model)
+            config = self.model.config
         if objective is None:
             self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]

@@ -1,13 +1,15 @@
 # needs torch
 """Compute the loss of each sequence of a micro-batch, where a model computes only the mean over all labels.
 
+Check the models whose losses, or whose rewards, are those of single sequences.
+
 The unmodified model runs, but ``torch.nn.functional.cross_entropy`` returns one loss for each label while it runs. Labels, shifts
 and the form of the logits are therefore the model's own, and so is a head that is computed in chunks (chunked_loss.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.build import build_model, choose_class, disable_cache
+from upshift.models.build import build_model, choose_class, disable_cache, name_padding
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.ops.chunked_loss import DeferredLogits
 from upshift.models.source import ModelSource
@@ -26,6 +28,7 @@ TOLERANCE = 1e-4  # share of the losses; fp32 sums in another order differ by ab
 CHECKED_ROWS = 2
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CHECKED_LENGTH = 12
+SHORT_LENGTH = 7  # of a row with padding
 
 
 class SequenceLossError(RuntimeError):
@@ -99,6 +102,13 @@ def why_no_sequence_losses(config: PretrainedConfig, model_class: type[PreTraine
 
     A small copy of the model is run. Its losses must be those that follow from its logits: label i + 1 is predicted at place i.
     """
+    return _problem_of_copies(config, model_class, _compare_losses)
+
+
+def _problem_of_copies(
+    config: PretrainedConfig, model_class: type[PreTrainedModel], compare: Callable[[PreTrainedModel, int], str | None]
+) -> str | None:
+    """Return the answer of ``compare`` for the smallest copy of the model that runs. It takes the copy and its vocabulary."""
     reason = "no small copy of it could be built from its config"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -106,13 +116,44 @@ def why_no_sequence_losses(config: PretrainedConfig, model_class: type[PreTraine
             try:
                 model = build_model(small_config, model_class, dtype=torch.float32).eval()
                 disable_cache(model)
-                return _compare_losses(model, small_config.get_text_config().vocab_size)
+                return compare(model, small_config.get_text_config().vocab_size)
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return reason
 
 
-def _compare_losses(model: nn.Module, vocab_size: int) -> str | None:
+def check_rewards(source: ModelSource) -> None:
+    """Raise RequestError for a model with a reward head whose rewards depend on padding, or on dropout that cannot be off."""
+    config = source.hf_config
+    model_class, _ = choose_class(config, source.reference)
+    problem = _problem_of_copies(config, model_class, _compare_rewards)
+    if problem is not None:
+        raise RequestError(f"--objective reward is not for {source.reference!r}: {problem}; use another model")
+
+
+def _compare_rewards(model: PreTrainedModel, vocab_size: int) -> str | None:
+    """Return None if a text has one reward, which is the same without padding and while the model is trained."""
+    name_padding(model)
+    input_ids = torch.randint(1, vocab_size, (CHECKED_ROWS, CHECKED_LENGTH))
+    pad_token_id: Any = model.config.get_text_config().pad_token_id
+    input_ids[input_ids == pad_token_id] = (pad_token_id + 1) % vocab_size
+    attention_mask = torch.ones_like(input_ids)
+    input_ids[1, SHORT_LENGTH:] = pad_token_id
+    attention_mask[1, SHORT_LENGTH:] = 0
+    rewards = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    if rewards.shape != (CHECKED_ROWS, 1):
+        return f"it gives {CHECKED_ROWS} texts results of the shape {tuple(rewards.shape)}"
+    alone = model(input_ids=input_ids[1:, :SHORT_LENGTH]).logits
+    if not torch.allclose(rewards[1:], alone, rtol=TOLERANCE, atol=TOLERANCE * float(rewards.abs().max())):
+        return "padding changes its rewards"
+    model.train()
+    turn_off_dropout(model)
+    if not torch.allclose(rewards, model(input_ids=input_ids, attention_mask=attention_mask).logits, rtol=TOLERANCE):
+        return "in training it computes other rewards than in evaluation, and its dropout cannot be turned off"
+    return None
+
+
+def _compare_losses(model: PreTrainedModel, vocab_size: int) -> str | None:
     """Return None if the losses of two rows are the log-probabilities of their labels, else what they are instead."""
     input_ids = torch.randint(1, vocab_size, (CHECKED_ROWS, CHECKED_LENGTH))
     labels = input_ids.clone()

@@ -27,6 +27,7 @@ from upshift.models.build import (
     choose_class,
     cut_stacks,
     explain_build_errors,
+    name_padding,
     sample_inputs,
 )
 from upshift.models.ops.activation_checkpointing import recompute_layers
@@ -70,7 +71,10 @@ class Tracer:
             # Models set this themselves when they first see class labels. Until then DeBERTa reads the labels' values.
             config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
         with explain_build_errors(repr(self.source.reference)), torch.device("meta"):
-            return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
+            model = build_model(config, self.model_class, dtype=dtype)
+            if self.objective == "sequence-classification":
+                name_padding(model)
+            return complete_model(model, self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:
         """Return the cut model in ``dtype``, on fake CPU tensors. It is built once.

@@ -20,6 +20,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout, why_not_split
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.workload import PAIR_OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,26 @@ def layout_conflict_with_pairs(layout: Layout) -> str | None:
         degree = getattr(layout, name)
         if degree > 1:
             return (
-                f"{name}={degree} is not for --objective dpo, whose ranks each compute whole pairs; use data-parallel ranks "
-                "(--nproc), which may divide the weights (fully_shard)"
+                f"{name}={degree} is not for {PAIR_OBJECTIVES}, because each rank computes whole pairs; use data-parallel "
+                "ranks (--nproc), which may divide the weights (fully_shard)"
             )
     return None
 
 
 def conflict_with_pairs(plan: Plan) -> str | None:
-    """Return why a plan cannot compute the losses of pairs of sequences (DPO), or None.
+    """Return why a plan cannot compute the losses of pairs of sequences, or None.
 
-    The loss of a pair needs the log-probabilities of all tokens of its two sequences in one process.
+    The loss of a pair needs both of its sequences in one process.
     """
     layout_problem = layout_conflict_with_pairs(plan.layout)
     if layout_problem is not None:
         return layout_problem
     if plan.packing:
-        return "packing=True is not for --objective dpo, which compares two rows; use packing=False"
+        return f"packing=True is not for {PAIR_OBJECTIVES}, because two rows are compared; use packing=False"
     if plan.torch_compile == "model":
-        return "torch_compile=model is not for --objective dpo, which replaces the model's loss; use torch_compile=layer"
+        return f"torch_compile=model is not possible with {PAIR_OBJECTIVES}; use torch_compile=layer"
     if plan.loss_kernel != "eager":
-        return f"loss_kernel={plan.loss_kernel} is not for --objective dpo, which needs the loss of each token; use eager"
+        return f"loss_kernel={plan.loss_kernel} is not for {PAIR_OBJECTIVES}; use eager"
     if plan.per_device_train_batch_size % 2:
         return odd_micro_batch(plan.per_device_train_batch_size)
     return None
@@ -131,7 +132,7 @@ def conflict_with_pairs(plan: Plan) -> str | None:
 def odd_micro_batch(size: int) -> str:
     """Return why micro-batches of an odd number of sequences are not for pairs."""
     return (
-        f"per_device_train_batch_size={size} is not for --objective dpo, whose pairs are two sequences each; use an even number"
+        f"per_device_train_batch_size={size} is not for {PAIR_OBJECTIVES}, whose pairs are two sequences each; use an even number"
     )
 
 

@@ -26,9 +26,10 @@ from upshift.planning.search.constraints import (
 )
 from upshift.planning.search.layouts import enumerate_layouts, rank_counts, shares_work
 from upshift.planning.search.space import FIXED_IN_SEARCH, choices
-from upshift.planning.workload import Workload
+from upshift.planning.workload import PAIR_OBJECTIVES, Workload
 
 KEEPS_REDUNDANT = {"optim", "recompute_granularity"}  # redundant plans are kept if the user set one of these fields
+OBJECTIVES_OF_PAIRS = ("causal-lm", "sequence-classification")  # of DPO, and of reward models
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ class PlanSpace:
         self.profile = profile
         self.workload = workload
         self.fixed = fixed or {}
-        if workload.rows_together > 1 and profile.objective != "causal-lm":
+        if workload.rows_together > 1 and profile.objective not in OBJECTIVES_OF_PAIRS:
             raise RequestError(
-                f"--objective dpo is for causal language models, and {profile.architecture} is of the kind {profile.objective}; "
-                "leave it out, or use a causal language model"
+                f"{PAIR_OBJECTIVES} is for causal language models, and {profile.architecture} is of the "
+                f"kind {profile.objective}; use another model"
             )
         if workload.rows_together > 1 and profile.isolation.padding == "none":
             raise RequestError(
-                f"--objective dpo pads two answers to one length, and padding changes the results of {profile.architecture}; use "
-                "another model"
+                f"{PAIR_OBJECTIVES} pads two answers to one length, and padding changes the results of {profile.architecture}; "
+                "use another model"
             )
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}

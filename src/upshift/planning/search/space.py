@@ -350,7 +350,7 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
     if value in PACKED_KERNELS:
         return f" ({why_kernel_unusable(value, host, profile) or 'it is planned for one device'})"
     if name == "packing" and workload.rows_together > 1:
-        return " (--objective dpo compares two rows)"
+        return " (two rows of a pair are compared)"
     if name == "packing":
         kernels = choices(host, profile, workload)["attention"]
         return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"

@@ -35,6 +35,7 @@ class TrialRequest(Value):
     model_reference: str
     from_config: bool
     adapter: AdapterOptions = AdapterOptions()
+    has_reward_head: bool = Field(False, description="whether the model gives each text one number, its reward")
     plan: Plan
     global_batch: int
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")

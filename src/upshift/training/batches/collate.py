@@ -36,7 +36,14 @@ class MicroBatch:
     num_tokens: int  # real tokens, without padding
     # Of pairs, whose rows follow each other: the log-probability of each row's labels by the model before the training.
     reference: NDArray[np.float32] | None = None
+    # Of pairs, whose rewards the model computes: by how much the reward of the first one shall be larger [rows / 2].
+    margins: NDArray[np.float32] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
+
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether rows 2 i and 2 i + 1 are a pair."""
+        return self.reference is not None or self.margins is not None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,6 +78,8 @@ def fill_micro_batch(
     if objective.kind == "causal-lm":
         micro_batch = replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
         return _with_reference(micro_batch, sequences) if objective.has_pairs else micro_batch
+    if objective.has_rewards:
+        return _fill_rewarded(group, sequences, objective)
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
@@ -127,6 +136,26 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
     )
 
 
+def _fill_rewarded(group: RowGroup, sequences: Sequences, objective: Objective) -> MicroBatch:
+    """Fill rows of pairs whose rewards the model computes. A stand-in has a pair of padding."""
+    ids = np.array([row[0] for row in group.rows], np.int64)
+    lengths = sequences.lengths[ids]
+    num_rows = max(objective.rows_together, len(ids))
+    input_ids = np.full((num_rows, group.width), objective.pad_token_id, np.int64)
+    filled = _pad_rows(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
+    input_ids[: len(filled)] = filled
+    margins = np.zeros(num_rows // 2, np.float32)
+    if sequences.margins is not None:
+        margins[: len(ids) // 2] = sequences.margins[ids[0::2]]
+    return MicroBatch(
+        arrays=_without_missing(input_ids=input_ids, attention_mask=_attention_mask(lengths, group.width)),
+        sequence_ids=ids,
+        num_label_tokens=len(ids) // 2,
+        num_tokens=int(lengths.sum()),
+        margins=margins,
+    )
+
+
 def _with_reference(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch:
     """Return a micro-batch of pairs with the reference's log-probabilities. They are NaN as long as they are not computed."""
     ids = micro_batch.sequence_ids
@@ -137,7 +166,10 @@ def _with_reference(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch
 
 
 def without_pairs(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with the loss of its labels instead of the loss of its pairs. Others stay as they are."""
+    """Return the micro-batch with the loss of its labels instead of the loss of its pairs.
+
+    Others stay as they are, and so do pairs without labels, whose rewards are compared.
+    """
     if micro_batch.reference is None:
         return micro_batch
     num_labels = int(np.count_nonzero(micro_batch.arrays["labels"][:, 1:] != IGNORED))

@@ -20,7 +20,7 @@ from upshift.value import Value
 MASK_TOKEN_SHARE = 0.8  # of the chosen tokens; BERT, https://arxiv.org/abs/1810.04805, section 3.1
 RANDOM_TOKEN_SHARE = 0.1
 
-Kind = Literal["causal-lm", "masked-lm", "seq2seq-lm"]
+Kind = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]  # the last one: of rewards
 
 
 class Objective(Value):
@@ -35,13 +35,32 @@ class Objective(Value):
     # For causal-lm: what padding on the right of a text needs (models/isolation/check.py). none: all texts of a micro-batch have
     # the same length.
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
-    has_pairs: bool = False  # sequences 2 i and 2 i + 1 are two answers, and the model learns to prefer the first one (DPO)
+    # Sequences 2 i and 2 i + 1 are two answers, and the model learns to prefer the first one: by DPO, or by the rewards of a
+    # sequence-classification.
+    has_pairs: bool = False
     loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
 
     @property
     def rows_together(self) -> RowsTogether:
         """Return the number of sequences that stay in one micro-batch."""
         return 2 if self.has_pairs else 1
+
+    @property
+    def has_rewards(self) -> bool:
+        """Return whether the model gives each sequence one number, its reward."""
+        return self.kind == "sequence-classification"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether answers are compared with what the model before the training makes of them."""
+        return self.has_pairs and not self.has_rewards
+
+    @property
+    def name(self) -> str:
+        """Return the objective as the command line names it."""
+        if not self.has_pairs:
+            return self.kind
+        return "reward" if self.has_rewards else "dpo"
 
     def check_masks(self) -> None:
         """Check that tokens can be masked, for data without labels. Raise RequestError if they cannot."""

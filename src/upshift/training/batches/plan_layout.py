@@ -29,11 +29,14 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
     )
 
 
-def find_objective(source: ModelSource, *, tokenizer: Any = None) -> Objective:
-    """Return the model's objective. Without a tokenizer, as in trials on random tokens, a masked-lm masks with token 0."""
+def find_objective(source: ModelSource, *, tokenizer: Any = None, has_rewards: bool = False) -> Objective:
+    """Return the model's objective. Without a tokenizer, as in trials on random tokens, a masked-lm masks with token 0.
+
+    ``has_rewards`` allows a classifier of texts, whose output is a reward.
+    """
     config = source.hf_config
     model_class, kind = choose_class(config, source.reference)
-    if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
+    if kind not in ("causal-lm", "masked-lm", "seq2seq-lm") and not (has_rewards and kind == "sequence-classification"):
         raise RequestError(
             f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
         )

@@ -64,7 +64,7 @@ class GlobalBatch:
     @property
     def has_pairs(self) -> bool:
         """Return whether the loss compares pairs of sequences."""
-        return any(micro_batch.reference is not None for micro_batch in self.micro_batches)
+        return any(micro_batch.has_pairs for micro_batch in self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

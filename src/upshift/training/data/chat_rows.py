@@ -7,13 +7,15 @@ with the place of the row: parts that are not text, unknown roles, values of ano
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.text import describe_other_part
 from upshift.training.data.row_formats import (
+    MARGIN,
     MEDIA_COLUMNS,
     PREFERENCE,
     REQUIRED,
@@ -80,6 +82,7 @@ class PreferencePair:
     chosen: Chat | PromptCompletion
     rejected: Chat | PromptCompletion
     problem: str | None = None  # why nothing can be learned from the pair
+    margin: float | None = None  # by how much the reward of the chosen answer shall be larger; None: the row says nothing
 
     @property
     def num_characters(self) -> int:
@@ -100,7 +103,7 @@ def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat |
     if media is not None:
         raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
     if columns.format == PREFERENCE:
-        return _read_preference(record, place)
+        return _read_preference(record, columns, place)
     if columns.format == "prompt-completion":
         return _read_prompt_completion(record, place)
     has_answer = True
@@ -137,8 +140,11 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
     return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
 
 
-def _read_preference(record: Mapping[str, Any], place: str) -> PreferencePair:
-    """Return a pair of answers. Without a prompt, what both answers begin with is the prompt, as in TRL."""
+def _read_preference(record: Mapping[str, Any], columns: Columns, place: str) -> PreferencePair:
+    """Return a pair of answers. Without a prompt, what both answers begin with is the prompt, as in TRL.
+
+    A reward is of the whole text, so rewards need no prompt.
+    """
     prompt = _decode_messages(record.get("prompt"))
     chosen = _decode_messages(record["chosen"])
     rejected = _decode_messages(record["rejected"])
@@ -151,15 +157,34 @@ def _read_preference(record: Mapping[str, Any], place: str) -> PreferencePair:
         is_chat = any(has_messages) or isinstance(prompt, list)
         empty = Chat(place=place, messages=[]) if is_chat else PromptCompletion(place=place, prompt="", completion="")
         return PreferencePair(place=place, chosen=empty, rejected=empty, problem=problem)
+    needs_prompt = columns.objective != "reward"
+    margin = None if needs_prompt else _read_margin(record, place)
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         _refuse_template_inputs(record, place)
-        return _pair_of_texts(prompt, chosen, rejected, place)
+        if prompt is None and not needs_prompt:
+            prompt = ""
+        return replace(_pair_of_texts(prompt, chosen, rejected, place), margin=margin)
     if not all(has_messages) or not isinstance(prompt, str | list | None):
         raise RequestError(
             f"{place}: prompt holds {_shorten(prompt)}, chosen {_shorten(chosen)} and rejected {_shorten(rejected)}; give texts, "
             "or lists of messages"
         )
-    return _pair_of_chats(prompt, chosen, rejected, record, place)
+    pair = _pair_of_chats(prompt, chosen, rejected, record, place, needs_prompt=needs_prompt)
+    return replace(pair, margin=margin)
+
+
+def _read_margin(record: Mapping[str, Any], place: str) -> float | None:
+    """Return the margin of a pair, or None if the row has none. Raise RequestError for other values than finite numbers."""
+    value: Any = record.get(MARGIN)
+    if _is_empty(value):
+        return None
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(value, bool) or not math.isfinite(margin):
+        raise RequestError(f"{place}: column {MARGIN!r} holds {_shorten(value)}; it must be a number")
+    return margin
 
 
 def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, place: str) -> PreferencePair:
@@ -180,11 +205,19 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, place: str) -
 
 
 def _pair_of_chats(
-    prompt: str | list[Any] | None, chosen: list[Any], rejected: list[Any], record: Mapping[str, Any], place: str
+    prompt: str | list[Any] | None,
+    chosen: list[Any],
+    rejected: list[Any],
+    record: Mapping[str, Any],
+    place: str,
+    *,
+    needs_prompt: bool,
 ) -> PreferencePair:
     answers = [_read_messages(chosen, "chosen", place), _read_messages(rejected, "rejected", place)]
     if isinstance(prompt, list):
         before = _read_messages(prompt, "prompt", place)
+    elif prompt is None and not needs_prompt:
+        before = []
     else:
         num_shared = _num_shared(*answers)
         if num_shared == 0:

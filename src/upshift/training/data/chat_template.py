@@ -12,13 +12,17 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import RENDER_CHAT
+from upshift.text import fill_null_contents
 from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import TEMPLATE_ARGUMENTS, TOOLS
@@ -82,6 +86,7 @@ class TemplateWriter:
                 f"{chat.place}: column {TEMPLATE_ARGUMENTS!r} sets {reserved!r}, an argument of apply_chat_template and not of a "
                 "template; leave it out"
             )
+        chat = replace(chat, messages=fill_null_contents(chat.messages, partial(self._write_or_none, chat)))
         chat = self._with_arguments(self._with_content(chat))
         fields = {name for message in chat.messages for name in message} - {"role", "content", WEIGHT}
         unknown = fields - self._used_fields
@@ -174,6 +179,14 @@ class TemplateWriter:
             raise RequestError(
                 f"{chat.place} is not what the model's chat template takes ({reason}); change the row, or leave it out"
             ) from None
+
+    def _write_or_none(self, chat: Chat, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text of a chat with other messages, in the first form that the template takes, or None if it takes none."""
+        for as_text, in_parts in product(_both_ways(self._has_text_arguments), _both_ways(self._takes_parts)):
+            form = replace(chat, messages=_convert_arguments([dict(message) for message in messages], as_text=as_text))
+            with suppress(RequestError):
+                return self.write(_as_parts(form) if in_parts else form)
+        return None
 
     def _with_arguments(self, chat: Chat) -> Chat:
         """Return the chat with the arguments of its tool calls as the template takes them: as objects, or else as JSON texts.
@@ -326,9 +339,14 @@ def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
 def with_content(chat: Chat, index: int, word: str) -> Chat:
     """Return the chat with a word as the content of one message, in the form that the content has."""
     messages = list(chat.messages)
-    has_parts = not isinstance(messages[index]["content"], str)
+    has_parts = isinstance(messages[index].get("content"), list)
     messages[index] = {**messages[index], "content": [{"type": "text", "text": word}] if has_parts else word}
     return replace(chat, messages=messages)
+
+
+def _both_ways(choice: bool | None) -> tuple[bool, ...]:
+    """Return a choice that is made, or both ways of one that is not made yet."""
+    return (False, True) if choice is None else (choice,)
 
 
 def _find_letters(letters: str, content: str, position: int) -> int:
@@ -349,7 +367,9 @@ def _without_weights(messages: Sequence[Message]) -> list[Message]:
 def _as_parts(chat: Chat) -> Chat:
     """Return the chat with each content as a list of one part."""
     messages = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
         for message in chat.messages
     ]
     return replace(chat, messages=messages)

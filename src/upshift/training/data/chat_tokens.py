@@ -90,6 +90,7 @@ class ChatEncoder:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._special_tokens = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
         self._has_checked_end = False
+        self._first_preference: PreferencePair | None = None
 
     def encode(self, batch: Sequence[Chat | PromptCompletion | PreferencePair]) -> Iterator[TokenRow]:
         """Yield the token rows of a batch. Raise RequestError, with its place, for a row that the chat template rejects."""
@@ -153,7 +154,10 @@ class ChatEncoder:
     def _tokenize_prompted(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ids of each chat, and those of its prompt."""
         wholes = self._tokenize([self._writer.write_whole(chat) for chat in chats])
-        prompts = [self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) for chat in chats]
+        prompts = [
+            self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) if chat.num_prompt_messages else ""
+            for chat in chats
+        ]
         return wholes, self._tokenize(prompts)
 
     def _encode_prompted(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
@@ -166,6 +170,7 @@ class ChatEncoder:
 
     def _encode_preferences(self, preferences: Sequence[PreferencePair]) -> Iterator[TokenRow]:
         """Yield two rows for each pair. Their answers begin at one place, as in TRL (trl/trainer/dpo_trainer.py, tokenize_fn)."""
+        self._check_margins(preferences)
         answers = [answer for preference in preferences for answer in (preference.chosen, preference.rejected)]
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if texts:
@@ -181,10 +186,20 @@ class ChatEncoder:
             if start < len(prompt_ids):
                 self._diverging.add(preference.place)
             for ids in pair:
-                row = _labelled(ids, [(start, len(ids))])
+                row = _labelled(ids, [(start, len(ids))])._replace(margin=preference.margin)
                 if not texts:
                     self._check_end(row, preference.place)
                 yield row
+
+    def _check_margins(self, preferences: Sequence[PreferencePair]) -> None:
+        """Raise RequestError if one row has a margin, and another one has none."""
+        for preference in preferences:
+            first = self._first_preference = self._first_preference or preference
+            if (preference.margin is None) != (first.margin is None):
+                raise RequestError(
+                    f"{preference.place} has {_describe_margin(preference)}, and {first.place} has {_describe_margin(first)}; "
+                    "give a margin in every row, or in none"
+                )
 
     def _completion_row(self, ids: list[int], prompt_ids: list[int], place: str) -> TokenRow:
         start = num_shared(ids, prompt_ids)
@@ -318,6 +333,10 @@ def _refuse_weights(chats: Sequence[Chat]) -> None:
             raise RequestError(
                 f"{chat.place} has a turn of weight 0, and --loss-on all learns all turns; leave one of the two out"
             )
+
+
+def _describe_margin(preference: PreferencePair) -> str:
+    return "no margin" if preference.margin is None else f"margin {preference.margin:g}"
 
 
 def _labelled(ids: Sequence[int], spans: Sequence[Span]) -> TokenRow:

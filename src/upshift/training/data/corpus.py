@@ -43,15 +43,15 @@ from upshift.training.data.records import (
     rows_of_batches,
 )
 from upshift.training.data.row_formats import (
-    SIMILAR_COLUMNS,
     TOKEN_COLUMN,
     Columns,
+    PairObjective,
     RowFormat,
     check_data_format,
     find_format,
     list_columns,
     no_table_of_preferences,
-    possible_formats,
+    refuse_wrapped,
 )
 from upshift.training.data.text_files import TextFile, check_text, checking_compression, read_texts
 from upshift.value import Value
@@ -70,11 +70,13 @@ class TokenRow(NamedTuple):
     ``labels`` has one entry for each id, -100 where nothing is learned. None means that the ids are the labels.
 
     With ``source_length``, the first ids are the input of an encoder, and the labels after them are those of its decoder.
+    ``margin`` is of the pair of answers that the row belongs to: by how much the reward of the chosen answer shall be larger.
     """
 
     ids: NDArray[Any]
     labels: NDArray[Any] | None = None
     source_length: int | None = None
+    margin: float | None = None
 
 
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
@@ -355,7 +357,7 @@ def read_corpus(
     pattern: str | None = None,
     has_decoder: bool = False,
     is_evaluation: bool = False,
-    with_preferences: bool = False,
+    pair_objective: PairObjective | None = None,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -368,12 +370,12 @@ def read_corpus(
         pattern: a glob that selects the files of a folder of texts.
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
         is_evaluation: read the split for validation in place of the one for training. Data with a single split is read whole.
-        with_preferences: whether rows are pairs of answers.
+        pair_objective: the objective that learns from pairs of answers, if the rows are such pairs.
     """
-    check_data_format(text_column, data_format, with_preferences=with_preferences)
+    check_data_format(text_column, data_format, pair_objective=pair_objective)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    selection = _Selection(text_column, data_format, has_decoder, with_preferences)
+    selection = _Selection(text_column, data_format, has_decoder, pair_objective)
     if is_saved:
         documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
     else:
@@ -422,7 +424,7 @@ class _Selection(NamedTuple):
     text_column: str | None
     data_format: RowFormat | None
     has_decoder: bool
-    with_preferences: bool
+    pair_objective: PairObjective | None
 
 
 def _open_files(
@@ -440,8 +442,8 @@ def _open_files(
             f"and {path} is plain text; leave it out"
         )
 
-    if data_files.kind == "text" and selection.with_preferences:
-        raise no_table_of_preferences(path)
+    if data_files.kind == "text" and selection.pair_objective is not None:
+        raise no_table_of_preferences(path, selection.pair_objective)
 
     def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
@@ -479,7 +481,7 @@ class _ColumnChooser:
                 data_format=self._selection.data_format,
                 empty=empty,
                 origin=origin,
-                with_preferences=self._selection.with_preferences,
+                pair_objective=self._selection.pair_objective,
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder
@@ -524,25 +526,13 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
             yield place, _read_row(row, chooser.columns, place)
             continue
         if chooser.columns is None and not chooser.is_named:
-            _refuse_wrapped(row, place)
+            refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
         yield place, _read_row(row, chooser.choose(row, empty, place), place)
 
 
 def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document | None:
     return read_chat(row, columns, place) if columns.is_chat else read_document(row, columns, place)
-
-
-def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
-    """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
-    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    candidates = (name for name in lists if name not in SIMILAR_COLUMNS and possible_formats(row[name][0]))
-    name = next(candidates, None)
-    if name is not None and not possible_formats(row):
-        raise RequestError(
-            f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
-            f"with jq .{name}"
-        )
 
 
 def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:

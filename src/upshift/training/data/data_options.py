@@ -7,12 +7,12 @@ from typing import Literal, TypedDict
 from pydantic import Field
 
 from upshift.planning.workload import RowsTogether
-from upshift.training.data.row_formats import RowFormat
+from upshift.training.data.row_formats import PairObjective, RowFormat
 from upshift.value import Value
 
 LossOn = Literal["assistant", "all"]
 LongRows = Literal["cut", "split", "drop"]
-ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo"]
+ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
 
 
 class DataOptions(Value):
@@ -22,12 +22,24 @@ class DataOptions(Value):
     data_format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
     loss_on: LossOn | None = Field(None, description="assistant: its turns, or completions; all: all tokens")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
-    objective: ObjectiveName | None = Field(None, description="what is learned; dpo: to prefer one answer; None: the model's own")
+    objective: ObjectiveName | None = Field(
+        None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
+    )
 
     @property
     def has_pairs(self) -> bool:
         """Return whether the rows are pairs of a chosen and a rejected answer."""
-        return self.objective == "dpo"
+        return self.pair_objective is not None
+
+    @property
+    def pair_objective(self) -> PairObjective | None:
+        """Return the objective that learns from a chosen and a rejected answer, or None for another one."""
+        return self.objective if self.objective in ("dpo", "reward") else None
+
+    @property
+    def has_reward_head(self) -> bool:
+        """Return whether the model gives each answer one number, its reward."""
+        return self.objective == "reward"
 
     @property
     def rows_together(self) -> RowsTogether:

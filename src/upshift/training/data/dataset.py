@@ -92,13 +92,13 @@ def prepare_data(
     if eval_data is not None:
         corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options, is_evaluation=True))
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
-    objective = _find_objective(source, tokenizer)
+    objective = _find_objective(source, tokenizer, has_rewards=options.has_reward_head)
     _check_objective(options, objective, source)
     objective = objective.changed(has_pairs=options.has_pairs)
     _check_loss_on(corpus, options)
     if corpus.is_chat:
         _check_takes_chats(corpus, objective, source)
-        say_once(_describe_chats(corpus, options))
+        _report_chats(corpus, options, source)
     elif not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
@@ -145,28 +145,32 @@ def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objectiv
 
 def _check_objective(options: DataOptions, objective: Objective, source: ModelSource) -> None:
     """Raise RequestError for an objective that is not the model's, and for options that are not for pairs."""
-    if options.objective in (None, objective.kind):
+    name = options.objective
+    if name in (None, objective.kind):
         return
     if not options.has_pairs:
         raise RequestError(
-            f"--objective {options.objective} is not for {source.reference!r}, which is trained as {objective.kind}; leave it out"
+            f"--objective {name} is not for {source.reference!r}, which is trained as {objective.kind}; leave it out"
         )
-    if objective.kind != "causal-lm":
+    needed_kind = "sequence-classification" if options.has_reward_head else "causal-lm"
+    if objective.kind != needed_kind:
         raise RequestError(
-            f"--objective dpo is for causal language models, and {source.reference!r} is of the kind {objective.kind}; leave it "
-            "out, or use a causal language model"
+            f"--objective {name} is for causal language models, and {source.reference!r} is of the kind {objective.kind}; leave "
+            "it out, or use a causal language model"
         )
     if objective.padding == "none":
         raise RequestError(
-            f"--objective dpo pads two answers to one length, and padding changes the results of {source.reference!r}; use "
+            f"--objective {name} pads two answers to one length, and padding changes the results of {source.reference!r}; use "
             "another model"
         )
     if options.loss_on is not None:
         raise RequestError(
-            f"--loss-on {options.loss_on} is not for --objective dpo, which compares the answers as a whole; leave it out"
+            f"--loss-on {options.loss_on} is not for --objective {name}, which compares the answers as a whole; leave it out"
         )
     if options.long_rows == "split":
-        raise RequestError("--long-rows split is not for --objective dpo, whose answers are compared as a whole; use cut or drop")
+        raise RequestError(
+            f"--long-rows split is not for --objective {name}, whose answers are compared as a whole; use cut or drop"
+        )
 
 
 def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions, *, is_evaluation: bool = False) -> Corpus:
@@ -178,7 +182,7 @@ def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOption
         data_format=options.data_format,
         has_decoder=has_decoder,
         is_evaluation=is_evaluation,
-        with_preferences=options.has_pairs,
+        pair_objective=options.pair_objective,
     )
     if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
         raise RequestError(
@@ -288,18 +292,25 @@ def _check_loss_on(corpus: Corpus, options: DataOptions) -> None:
 def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource) -> None:
     """Raise RequestError if the model is not a causal language model."""
     assert corpus.columns is not None
-    if objective.kind != "causal-lm":
+    if objective.kind != "causal-lm" and not objective.has_pairs:
         raise RequestError(
             f"{corpus.origin} holds {DESCRIPTIONS[corpus.columns.format]}, which only causal language models are trained on, and "
             f"{source.reference!r} is of the kind {objective.kind}; give text, or a causal language model"
         )
 
 
+def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> None:
+    """Tell the user what the rows are, what is learned of them, and that a head is new."""
+    say_once(_describe_chats(corpus, options))
+    if source.reward_head_on is not None:
+        say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+
+
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
     if corpus.columns.format == PREFERENCE:
-        learned = "to prefer the chosen answers"
+        learned = "larger rewards for the chosen answers" if options.has_reward_head else "to prefer the chosen answers"
     elif options.loss_on == "all":
         learned = "all tokens"
     elif corpus.columns.format == "prompt-completion":
@@ -343,15 +354,31 @@ def _load_own_tokenizer(source: ModelSource, *, is_needed: bool) -> Any | None:
         return None
 
 
-def _find_objective(source: ModelSource, tokenizer: Any | None) -> Objective:
+def _find_objective(source: ModelSource, tokenizer: Any | None, *, has_rewards: bool = False) -> Objective:
     """Return the objective of the model, with the token ids of the tokenizer."""
-    objective = find_objective(source, tokenizer=tokenizer)
+    objective = find_objective(source, tokenizer=tokenizer, has_rewards=has_rewards)
     if tokenizer is None:  # find_objective then masks with token 0, which is right for trials only
         of_model = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
         objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**of_model)
-    if objective.pad_token_id >= (objective.vocab_size or 0):
+    if has_rewards:
+        _check_padding(objective, tokenizer, source)
+    elif objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label and never attended to, but it is embedded
     return objective
+
+
+def _check_padding(objective: Objective, tokenizer: Any | None, source: ModelSource) -> None:
+    """Raise RequestError without a padding token or EOS in the vocabulary. A text's reward is that of the token before them."""
+    if tokenizer is None or (tokenizer.pad_token_id is None and tokenizer.eos_token_id is None):
+        raise RequestError(
+            f"the tokenizer of {source.reference!r} has no padding token and no EOS, and --objective reward looks for the end of "
+            "a text by them; name one with tokenizer.pad_token, and save the tokenizer"
+        )
+    if objective.pad_token_id >= (objective.vocab_size or 0):
+        raise RequestError(
+            f"the padding token of {source.reference!r} is {objective.pad_token_id}, and the model's vocabulary has "
+            f"{objective.vocab_size} tokens; name another one with tokenizer.pad_token, or resize the model's embeddings"
+        )
 
 
 def save_data(data: TrainingData, folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from upshift.errors import RequestError
 
@@ -18,6 +18,7 @@ TOKEN_COLUMN = "input_ids"
 TOOLS = "tools"
 SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
 
 RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "preference"]
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
@@ -35,7 +36,7 @@ OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
     "conversations": (SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
     "prompt-completion": (TOOLS, TEMPLATE_ARGUMENTS),
     "alpaca": ("input", "history", SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
-    "preference": ("prompt", TOOLS, TEMPLATE_ARGUMENTS),
+    "preference": ("prompt", TOOLS, TEMPLATE_ARGUMENTS, MARGIN),
 }
 DESCRIPTIONS: Mapping[RowFormat, str] = {
     "messages": "chats (messages)",
@@ -45,6 +46,7 @@ DESCRIPTIONS: Mapping[RowFormat, str] = {
     "preference": "preferences (chosen and rejected)",
 }
 PREFERENCE: RowFormat = "preference"
+PairObjective = Literal["dpo", "reward"]  # the objectives that learn from preferences
 LABEL = "label"  # beside a prompt and a completion: whether the completion is a good one
 SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the message of a rejection
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
@@ -62,6 +64,7 @@ class Columns:
     has_labels: bool = False  # of token ids, as is the next
     has_mask: bool = False
     is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
+    objective: PairObjective | None = None  # of preferences
 
     @property
     def is_chat(self) -> bool:
@@ -81,7 +84,7 @@ def find_format(
     data_format: RowFormat | None,
     empty: Collection[str],
     origin: str,
-    with_preferences: bool = False,
+    pair_objective: PairObjective | None = None,
 ) -> Columns:
     """Return what the columns of a table hold. Raise RequestError if they do not say it.
 
@@ -91,10 +94,10 @@ def find_format(
         data_format: the format that the user names.
         empty: the columns without a value.
         origin: the file or the row, for messages.
-        with_preferences: whether the objective learns from preferences, and so from no other rows.
+        pair_objective: the objective that learns from preferences, and so from no other rows. None: another one.
     """
-    if with_preferences:
-        return _preference_columns(names, origin)
+    if pair_objective is not None:
+        return _preference_columns(names, pair_objective, origin)
     if text_column is not None:
         if text_column in names:
             return Columns(format="text", name=text_column)
@@ -119,39 +122,40 @@ def find_format(
     return Columns(format=formats[0], name=REQUIRED[formats[0]][0])
 
 
-def _preference_columns(names: Collection[str], origin: str) -> Columns:
+def _preference_columns(names: Collection[str], objective: PairObjective, origin: str) -> Columns:
     """Return the columns of preferences. Raise RequestError for a table of other rows."""
     missing = next((name for name in REQUIRED[PREFERENCE] if name not in names), None)
     if missing is not None:
         raise RequestError(
-            f"{origin} has no column {missing!r}, and --objective dpo learns from the columns chosen and rejected; "
+            f"{origin} has no column {missing!r}, and --objective {objective} learns from the columns chosen and rejected; "
             f"{list_columns(names)}; rename them, or leave --objective out"
         )
-    return Columns(format=PREFERENCE, name=REQUIRED[PREFERENCE][0])
+    return Columns(format=PREFERENCE, name=REQUIRED[PREFERENCE][0], objective=objective)
 
 
-def no_table_of_preferences(path: Path) -> RequestError:
+def no_table_of_preferences(path: Path, objective: PairObjective) -> RequestError:
     """Return the error about plain text where rows of preferences are needed."""
     return RequestError(
-        f"--objective dpo learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
+        f"--objective {objective} learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
         "(JSON, CSV, Parquet, Arrow), or leave --objective out"
     )
 
 
-def check_data_format(text_column: str | None, data_format: str | None, *, with_preferences: bool = False) -> None:
+def check_data_format(text_column: str | None, data_format: str | None, *, pair_objective: PairObjective | None = None) -> None:
     """Raise RequestError for an unknown format, for two answers to what is read, and for a format that is not the objective's."""
-    if with_preferences and text_column is not None:
+    if pair_objective is not None and text_column is not None:
         raise RequestError(
-            f"--text-column {text_column} names a column of texts, and --objective dpo learns from the columns chosen and "
+            f"--text-column {text_column} names a column of texts, and --objective {pair_objective} learns from the columns "
+            "chosen and rejected; leave one of them out"
+        )
+    if pair_objective is not None and data_format not in (None, PREFERENCE):
+        raise RequestError(
+            f"--data-format {data_format} is not for --objective {pair_objective}, which learns from the columns chosen and "
             "rejected; leave one of them out"
         )
-    if with_preferences and data_format not in (None, PREFERENCE):
-        raise RequestError(
-            f"--data-format {data_format} is not for --objective dpo, which learns from the columns chosen and rejected; leave "
-            "one of them out"
-        )
-    if data_format == PREFERENCE and not with_preferences:
-        raise RequestError(f"--data-format {PREFERENCE} is for --objective dpo; add --objective dpo, or name another format")
+    if data_format == PREFERENCE and pair_objective is None:
+        names = " or ".join(get_args(PairObjective))
+        raise RequestError(f"--data-format {PREFERENCE} is for --objective {names}; add one of them, or name another format")
     if data_format is not None and data_format not in get_args(RowFormat):
         raise RequestError(f"--data-format {data_format} is not known; use {', '.join(get_args(RowFormat))}")
     if text_column is not None and data_format is not None:
@@ -170,6 +174,18 @@ def possible_formats(names: Collection[str]) -> list[RowFormat]:
     return ["input_ids"] if set(formats) == {"text", "input_ids"} else formats
 
 
+def refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
+    """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
+    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    candidates = (name for name in lists if name not in SIMILAR_COLUMNS and possible_formats(row[name][0]))
+    name = next(candidates, None)
+    if name is not None and not possible_formats(row):
+        raise RequestError(
+            f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
+            f"with jq .{name}"
+        )
+
+
 def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin: str) -> None:
     """Raise RequestError for pairs of a chosen and a rejected answer, and for completions with a label."""
     if all(name in names for name in REQUIRED[PREFERENCE]):
@@ -177,7 +193,7 @@ def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin
         advice = f"; to train on the other columns alone, add {others}" if formats else ""
         raise RequestError(
             f"{origin} holds preferences (chosen and rejected), and as texts it would teach the bad answers, too; to learn from "
-            f"the preferences, use upshift train with --objective dpo{advice}; {list_columns(names)}"
+            f"the preferences, use upshift train with --objective dpo or reward{advice}; {list_columns(names)}"
         )
     if formats == ["prompt-completion"] and LABEL in names:
         raise RequestError(

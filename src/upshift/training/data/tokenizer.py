@@ -104,7 +104,7 @@ def tokenize(
                 document = _cut_pair(document, document.source_length, side_length or whole_length)
                 num_cut += len(document.ids) < whole_length
             writer.add_part(document.ids, document.labels)
-            writer.end_row(document.source_length)
+            writer.end_row(document.source_length, margin=document.margin)
             byte_progress.add(document.ids.nbytes)
             continue
         if tokenizer is None:
@@ -158,7 +158,12 @@ def _encode(
 
 
 def long_rows_of(corpus: Corpus, options: DataOptions) -> LongRows:
-    """Return what happens to rows that are longer than a sequence: chats are cut, as in TRL, and texts are split."""
+    """Return what happens to rows that are longer than a sequence.
+
+    As in TRL, chats are cut, and pairs whose rewards are compared are left out: a reward is of a whole text. Texts are split.
+    """
+    if options.has_reward_head:
+        return options.long_rows or "drop"
     return options.long_rows or ("cut" if corpus.is_chat else "split")
 
 

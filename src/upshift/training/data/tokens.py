@@ -44,6 +44,7 @@ class TokenizedCorpus:
     labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens are the labels
     # The tokens of each document that an encoder reads; the labels after them are those of the decoder. None: see Objective.
     source_lengths: NDArray[np.int64] | None = None
+    margins: NDArray[np.float32] | None = None  # of the pair that each document belongs to; None: the data has no margins
     num_long: int = 0  # documents that were longer than the limit of the writer, which cut them or left them out
 
     @property
@@ -87,6 +88,7 @@ class Sequences:
     source_lengths: NDArray[np.int64] | None = None  # as in TokenizedCorpus, for each sequence
     # Of pairs: the log-probability of each sequence's labels by the model before the training. None: not computed yet.
     reference: NDArray[np.float32] | None = None
+    margins: NDArray[np.float32] | None = None  # as in TokenizedCorpus, for each sequence
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -108,12 +110,14 @@ class Sequences:
     def select(self, members: NDArray[np.int64]) -> Sequences:
         source_lengths = None if self.source_lengths is None else self.source_lengths[members]
         reference = None if self.reference is None else self.reference[members]
+        margins = None if self.margins is None else self.margins[members]
         return replace(
             self,
             starts=self.starts[members],
             lengths=self.lengths[members],
             source_lengths=source_lengths,
             reference=reference,
+            margins=margins,
         )
 
 
@@ -212,6 +216,7 @@ def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: 
         lengths=np.minimum(whole_lengths, sequence_length),
         sequence_length=sequence_length,
         labels=tokenized.labels,
+        margins=tokenized.margins,
     )
     is_long = (whole_lengths > sequence_length).reshape(-1, 2).any(axis=1)
     num_labels = sequences.num_labels(np.arange(len(sequences)), first=1)
@@ -262,7 +267,9 @@ def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> Tokeni
     start = int(tokenized.offsets[first])
     stop = int(tokenized.offsets[end])
     part = _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
-    return part if tokenized.source_lengths is None else replace(part, source_lengths=tokenized.source_lengths[first:end])
+    source_lengths = None if tokenized.source_lengths is None else tokenized.source_lengths[first:end]
+    margins = None if tokenized.margins is None else tokenized.margins[first:end]
+    return replace(part, source_lengths=source_lengths, margins=margins)
 
 
 def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
@@ -290,6 +297,7 @@ class CorpusWriter:
         self._labels: TokenFile | None = None
         self._offsets = array("q", [0])
         self._source_lengths = array("q")
+        self._margins = array("f")
         self._row_length = 0
         self._parts: list[tuple[Numbers, Numbers | None]] = []  # of a row that is perhaps left out
         self._num_long = 0
@@ -309,8 +317,8 @@ class CorpusWriter:
         else:
             self._parts.append((ids, labels))
 
-    def end_row(self, source_length: int | None = None) -> None:
-        """End the row. The first ``source_length`` tokens are those of an encoder."""
+    def end_row(self, source_length: int | None = None, *, margin: float | None = None) -> None:
+        """End the row. The first ``source_length`` tokens are those of an encoder. ``margin`` is that of the row's pair."""
         is_long = self._row_length > self._limit.num_tokens
         self._row_length = 0
         self._num_long += is_long
@@ -322,6 +330,8 @@ class CorpusWriter:
         self._offsets.append(self._tokens.length)
         if source_length is not None:
             self._source_lengths.append(source_length)
+        if margin is not None:
+            self._margins.append(margin)
 
     def finish(self) -> TokenizedCorpus:
         """Return the rows. Nothing can be added afterwards."""
@@ -330,6 +340,7 @@ class CorpusWriter:
             offsets=np.array(self._offsets, np.int64),
             labels=None if self._labels is None else self._labels.finish(),
             source_lengths=np.array(self._source_lengths, np.int64) if self._source_lengths else None,
+            margins=np.array(self._margins, np.float32) if self._margins else None,
             num_long=self._num_long,
         )
 

@@ -149,7 +149,7 @@ def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]
     return {
         "arguments": job.arguments.model_dump(),
         "global_batch": job.global_batch // data.objective.rows_together,
-        "objective": "dpo" if data.objective.has_pairs else data.objective.kind,
+        "objective": data.objective.name,
         "end": outcome.reason,
         "steps": len(outcome.loss_curve),
         "resumed_from_step": outcome.resumed_step,
@@ -169,7 +169,6 @@ def _reward_details(data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     """Return the rewards of pairs for the record: [step, accuracy, margin] of each step and evaluation."""
     if not data.objective.has_pairs:
         return {}
-
     return {
         "rewards": [list(row) for row in outcome.rewards],
         "evaluation_rewards": [list(row) for row in outcome.evaluation_rewards],

@@ -42,4 +42,4 @@ class Job(Value):
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:
-        return find_model_to_train(self.model_reference, self.adapter)
+        return find_model_to_train(self.model_reference, self.adapter, has_reward_head=self.data_options.has_reward_head)

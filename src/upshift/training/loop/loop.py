@@ -12,8 +12,10 @@ from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
 from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.models.adapter import base_of
+from upshift.models.build import name_padding
 from upshift.models.ops.sequence_loss import turn_off_dropout
-from upshift.models.source import find_model
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
 from upshift.record import Numbers
 from upshift.training.batches.plan_layout import layout_for
@@ -190,7 +192,7 @@ class TrainingLoop:
             if is_sharded(self.checkpoint):
                 from_config = True
             else:
-                source = find_model(str(self.checkpoint))
+                source = self._source_of_checkpoint(self.checkpoint, source)
                 from_config = False
         loaded = None if from_config else load_shards(source, self.plan, self.mesh, seed=seed)
         if loaded is None:
@@ -203,6 +205,8 @@ class TrainingLoop:
         model, self.num_parameters = loaded
         if self.data.objective.has_pairs:
             turn_off_dropout(model)
+        if self.data.objective.has_rewards:
+            name_padding(base_of(model), self.data.objective.pad_token_id)
         add_embedding_noise(model, self.arguments.neftune_noise_alpha)
         self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
@@ -210,6 +214,17 @@ class TrainingLoop:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)
             return
         self.progress.resume_from(self.checkpoint, self.train_step, self.mesh)
+
+    def _source_of_checkpoint(self, checkpoint: Path, source: ModelSource) -> ModelSource:
+        """Return the source of a checkpoint's model.
+
+        The checkpoint of a reward model names the padding token, whose embedding would then get no gradient. ``source``, the
+        model before the training, may name none.
+        """
+        saved = find_model(str(checkpoint))
+        if not self.data.objective.has_rewards:
+            return saved
+        return saved.changed(config=saved.config | {"pad_token_id": source.config.get("pad_token_id")})
 
     def _add_reference(self) -> None:
         """Compute what the model before the training makes of each pair, or read it if the run has computed it already."""
@@ -271,7 +286,7 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
-        if self.data.objective.has_pairs:
+        if self.data.objective.needs_reference:
             self._add_reference()
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:

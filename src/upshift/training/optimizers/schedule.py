@@ -37,7 +37,7 @@ def check_schedule(arguments: Arguments) -> None:
 
 def learning_rate_factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
     """Return the factor of the learning rate at a step that is counted from 0."""
-    warmup = 0 if name == "constant" else arguments.warmup_steps
+    warmup = 0 if name == "constant" else arguments.num_warmup_steps
     if step < warmup:
         return step / warmup
     if name in ("constant", "constant_with_warmup"):

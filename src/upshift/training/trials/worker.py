@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ from upshift.benchmarking.meters import (
 )
 from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
 from upshift.errors import JobFailed
+from upshift.models.adapter import base_of
+from upshift.models.build import name_padding
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_model_to_train
@@ -105,6 +107,7 @@ class Batches:
     checked: list[GlobalBatch]  # a few sequences, the same for every plan, whose loss is compared
     data_bytes: int = 0  # of the data that a whole run reads into memory; a trial reads little of it
     tokenizer: Any = None  # kept in memory as a run does, which saves it
+    pad_token_id: int = 0
 
     @property
     def num_check_labels(self) -> int:
@@ -118,12 +121,14 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     mesh = init_mesh(plan)
     base_bytes = held_bytes(plan) + bytes_left_with_parent()
     reset_held_peak(plan)
-    source = find_model_to_train(request.model_reference, request.adapter)
+    source = find_model_to_train(request.model_reference, request.adapter, has_reward_head=request.has_reward_head)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, mesh)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, mesh)
     if batches.longest.has_pairs:
         turn_off_dropout(model)
+    if request.has_reward_head:
+        name_padding(base_of(model), batches.pad_token_id)
     check_loss = evaluate(model, plan, batches.checked)
     check_finite(check_loss)
 
@@ -171,12 +176,13 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
         sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
     )
     first_ids = source_of_batches.sequence_ids(Position())[:CHECK_SEQUENCES]
-    first_sequences = replace(sequences, starts=sequences.starts[first_ids], lengths=sequences.lengths[first_ids])
+    # Of pairs the loss of each label is compared, which shows a wrong model better. Rewards have no labels.
+    compared = objective if objective.has_rewards else objective.changed(has_pairs=False)
     checked = evaluation_batches(
-        first_sequences,
+        sequences.select(first_ids),
         global_batch=CHECK_SEQUENCES,
-        layout=layout.changed(rows_together=1),
-        objective=objective.changed(has_pairs=False),  # of pairs the loss of each label, which shows a wrong model better
+        layout=layout.changed(rows_together=compared.rows_together),
+        objective=compared,
     )
     ahead = look_ahead(source_of_batches, num_steps=request.total_steps)
     longest = next(source_of_batches.batches(source_of_batches.position_of_step(ahead.longest_step)))
@@ -186,7 +192,9 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
     if request.data is not None:
         share_read = min(request.total_steps * request.global_batch / len(sequences), 1.0)
     data_bytes = int(share_read * sum(array.nbytes for array in sequences.arrays.values()))
-    return Batches(source_of_batches.batches(), ahead, longest, largest_of_run, list(checked), data_bytes, tokenizer)
+    return Batches(
+        source_of_batches.batches(), ahead, longest, largest_of_run, list(checked), data_bytes, tokenizer, objective.pad_token_id
+    )
 
 
 def _random_sequences(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:

@@ -35,6 +35,7 @@ class XlaArgumentFields(TypedDict, total=False):
     learning_rate: float
     lr_scheduler_type: LearningRateSchedule
     warmup_steps: int
+    warmup_ratio: float | None
     weight_decay: float
     adam_beta1: float
     adam_beta2: float

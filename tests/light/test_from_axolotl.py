@@ -1,0 +1,174 @@
+"""``upshift train --from-axolotl``: a config becomes options, each printed, and every key without one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from upshift.cli.main import app
+from upshift.cli.train import expand, parse
+from upshift.cli.usage.axolotl_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
+from upshift.cli.usage.run_file import file_parameters, key_of
+from upshift.errors import RequestError
+
+COMMAND: Any = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+CONFIG: dict[str, Any] = {
+    "base_model": "org/model", "datasets": [{"path": "chats.jsonl", "type": "chat_template"}], "learning_rate": "2e-4",
+    "adapter": None, "lora_r": None, "strict": False, "relora": False, "wandb_project": None,
+}  # fmt: skip
+
+
+def config_file(folder: Path, **keys: Any) -> str:
+    path = folder / "axolotl.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | keys))
+    return str(path)
+
+
+def options(folder: Path, *words: str, **keys: Any) -> dict[str, Any]:
+    """The options that differ from those of a plain command."""
+    plain = parse(["MODEL", "--data", "DATA"])
+    found = parse(["--from-axolotl", config_file(folder, **keys), *words])
+    return {name: value for name, value in found.items() if value != plain[name] and name != "from_axolotl"}
+
+
+def refusal(folder: Path, *words: str, **keys: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        parse(["--from-axolotl", config_file(folder, **keys), *words])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+PLAIN = {
+    "model": "org/model", "data": "chats.jsonl", "data_format": "messages", "learning_rate": 2e-4, "global_batch": 1,
+    "lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "long_rows": "drop",
+}  # fmt: skip
+
+
+def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path: Path) -> None:
+    assert options(tmp_path) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"micro_batch_size": 3, "gradient_accumulation_steps": 4}, {"global_batch": 12}),
+        ({"num_epochs": 3, "max_steps": None, "seed": 7}, {"epochs": 3.0, "seed": 7}),
+        ({"sequence_len": 512, "excess_length_strategy": "truncate"}, {"sequence_length": 512, "long_rows": "cut"}),
+        ({"train_on_inputs": True, "train_on_eos": None}, {"loss_on": "all"}),
+        ({"warmup_steps": 10, "warmup_ratio": 0.1}, {"warmup_steps": 10, "warmup_ratio": None}),
+        ({"bf16": True, "tf32": True, "flash_attention": True}, {"set_": ["precision=bf16"]}),
+        ({"bf16": "auto", "fp16": False}, {}),
+        ({"fp8": True, "optimizer": "adamw_bnb_8bit"},
+         {"set_": ["optim=adamw_bnb_8bit", "precision=fp8"], "allow": "8bit-optimizer,fp8"}),
+        ({"wandb_project": "mine", "use_mlflow": True}, {"report_to": "wandb,mlflow"}),
+        ({"eval_steps": 5, "save_steps": 6, "load_best_model_at_end": True, "early_stopping_patience": 2},
+         {"eval_steps": 5, "save_steps": 6, "load_best": True, "early_stopping_patience": 2}),
+        ({"test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]}, {"eval_data": "held-out.jsonl"}),
+        ({"special_tokens": {"pad_token": "<pad>", "eos_token": None}, "chat_template": "tokenizer_default"}, {}),
+        ({"rl": "dpo", "rl_beta": 0.3, "datasets": [{"path": "p.jsonl", "type": "chat_template.argilla_chat"}]},
+         {"objective": "dpo", "dpo_beta": 0.3, "data": "p.jsonl", "data_format": "preference", "long_rows": None}),
+        ({"datasets": [{"path": "json", "data_files": "t.jsonl", "type": "completion", "field": "body"}]},
+         {"data": "t.jsonl", "text_column": "body", "data_format": None, "long_rows": None}),
+        ({"datasets": [{"path": "c.jsonl", "type": "chat_template", "field_messages": "conversations"}]},
+         {"data": "c.jsonl", "data_format": "conversations"}),
+        ({"datasets": [{"path": "ids.parquet", "type": None}]},
+         {"data": "ids.parquet", "data_format": "input_ids", "long_rows": None}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_become_the_options_of_the_same_meaning(keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    keys.pop("train_on_eos", None)
+    found = options(tmp_path, **keys)
+    assert found == {name: value for name, value in (PLAIN | expected).items() if value is not None}
+
+
+def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
+    keys = {"adapter": "qlora", "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    keys |= {"lora_modules_to_save": ["lm_head"], "peft_use_dora": True, "load_in_4bit": True}
+    assert options(tmp_path, **keys) == PLAIN | {
+        "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": "q_proj,v_proj",
+        "lora_modules_to_save": "lm_head", "lora_dora": True, "load_in_4bit": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"sample_packin": True}, "sample_packin (unknown; did you mean sample_packing"),
+        ({"sample_packin": False}, "sample_packin (unknown"),
+        ({"datasets": [{"path": "a"}, {"path": "b"}]}, "datasets (give one data set"),
+        ({"datasets": [{"path": "a", "type": "alpaca"}]}, "datasets.type alpaca (Axolotl writes '### Instruction:'; add"),
+        ({"datasets": [{"path": "a", "type": {"field_output": "out"}}]}, "datasets.type of your own ("),
+        ({"datasets": [{"path": "a", "type": "chat_template", "field_messages": "turns"}]}, "datasets.field_messages turns ("),
+        ({"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"]}]}, "datasets.roles_to_train ("),
+        ({"datasets": [{"path": "a", "type": "chat_template", "split": "train[:9%]"}]}, "datasets.split ("),
+        ({"evals_per_epoch": 4}, "evals_per_epoch (add --eval-steps N)"),
+        ({"save_steps": 0.1}, "save_steps 0.1 (add --save-steps N, a number of steps)"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler rex ("),
+        ({"adam_beta2": 0.95}, "adam_beta2 0.95 ("),
+        ({"optimizer": "shampoo"}, "optimizer shampoo (use one of adamw_torch_fused"),
+        ({"adapter": "lora", "lora_r": 8}, "lora_target_modules (it is missing"),
+        ({"load_in_4bit": True}, "load_in_4bit (weights in 4 bits need adapter: qlora)"),
+        ({"rl": "kto"}, "rl kto ("),
+        ({"chat_template": "chatml"}, "chat_template (save the template in the tokenizer)"),
+        ({"special_tokens": {"eos_token": "<end>"}}, "special_tokens ("),
+        ({"plugins": ["mine.Plugin"]}, "plugins mine.Plugin ("),
+        ({"trust_remote_code": True}, "trust_remote_code (code from a model's files is never run)"),
+        ({"relora": True, "hub_model_id": "me/mine"}, "2 keys have no option of upshift train: "),
+    ],
+    ids=str,
+)
+def test_a_key_without_an_option_is_named_with_what_to_do(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, **keys)
+
+
+def test_a_typed_option_replaces_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = options(tmp_path, "--eval-steps", "9", "--learning-rate", "1e-3", evals_per_epoch=4)
+    assert found == PLAIN | {"eval_steps": 9, "learning_rate": 1e-3}
+    printed = capsys.readouterr().err
+    assert "evals_per_epoch: --eval-steps replaces it" in printed
+    assert "--learning-rate 2e-4  (learning_rate, replaced by the command line)" in printed
+    alpaca = [{"path": "a.jsonl", "type": "alpaca"}]
+    assert options(tmp_path, "--data-format", "alpaca", datasets=alpaca)["data_format"] == "alpaca"
+
+
+def test_each_option_is_printed_and_the_file_of_init_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"bf16": True, "sequence_len": 64, "flash_attention": True, "val_set_size": 0.1}
+    expected = options(tmp_path, **keys)
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        parse(["--from-axolotl", config_file(tmp_path, **keys), "--init", str(tmp_path / "run.yaml")])
+    lines = capsys.readouterr().err.splitlines()
+    assert "  MODEL org/model  (base_model)" in lines and "  --set precision=bf16  (bf16)" in lines
+    assert "  the plan chooses: optimizer, flash_attention" in lines
+    plain = parse(["MODEL", "--data", "DATA"])
+    of_file = parse(["--config", str(tmp_path / "run.yaml")])
+    assert {name: value for name, value in of_file.items() if value != plain[name] and name != "config"} == expected
+    words = expand(["--from-axolotl", config_file(tmp_path, **keys), "--seed", "5"])
+    assert "--from-axolotl" not in words and parse(words)["seed"] == 5 and parse(words)["sequence_length"] == 64
+
+
+def test_a_wrong_value_names_the_config(tmp_path: Path) -> None:
+    message = refusal(tmp_path, num_epochs="many")
+    assert "axolotl.yaml" in message and "epochs" in message and "many" in message
+    for text in ("- a list", "learning_rate: 1", "a: [", ""):
+        (tmp_path / "axolotl.yaml").write_text(text)
+        with pytest.raises(RequestError, match="axolotl"):
+            parse(["--from-axolotl", str(tmp_path / "axolotl.yaml")])
+    with pytest.raises(RequestError, match="does not exist|cannot be read"):
+        parse(["--from-axolotl", str(tmp_path / "none.yaml")])
+    with pytest.raises(RequestError, match="--from-axolotl and --config both"):
+        parse(["--from-axolotl", config_file(tmp_path), "--config", config_file(tmp_path)])
+
+
+def test_the_lists_of_keys_do_not_overlap_and_their_options_exist() -> None:
+    lists = [set(OPTION_OF), set(PLANNED), set(WITHOUT_EFFECT), set(OTHER_KEYS)]
+    assert sum(map(len, lists)) == len(set().union(*lists)) > 250
+    assert REMARKS.keys() <= OTHER_KEYS
+    page = (Path(__file__).parents[2] / "docs" / "from_axolotl.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in page and f"`--{option}" in page.replace("`MODEL`", "`--model`") for key, option in OPTION_OF.items())
+    assert set(OPTION_OF.values()) <= {key_of(parameter) for parameter in file_parameters(COMMAND)}
