@@ -17,6 +17,8 @@ from upshift.importing import importing
 TIMEOUT_SECONDS = 200
 
 with importing():
+    import peft  # noqa: F401  else every rank imports it, and bitsandbytes with it
+
     from upshift.training.data.dataset import load_data
     from upshift.training.job.job import Job, TrainingData, open_job, run_rank
     from upshift.training.loop.signals import StopRequest
