@@ -1,5 +1,5 @@
-"""A script for transformers.Trainer, on ranks that torchrun's agent starts: each trains one model after the other, and writes what
-it saw."""
+"""A script for transformers.Trainer, on ranks that torchrun's agent starts: each trains one model after the other, and writes
+what it saw."""
 
 from __future__ import annotations
 

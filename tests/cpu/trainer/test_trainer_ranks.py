@@ -68,7 +68,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -
     return results | {"folder": folder}
 
 
-def run(folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_scripts: WarmScripts) -> dict[str, list[dict[str, Any]]]:
+def run(
+    folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_scripts: WarmScripts
+) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank of each world saw."""
     (folder / "worlds.json").write_text(json.dumps(worlds))
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +82,8 @@ def run(folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_script
         logged = (folder / f"{name}.out").read_text().count("'train_runtime'")
         assert logged == sum("refused" not in case for case in cases.values()), "each run logs once"
     return {
-        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(size)] for name, (size, _) in worlds.items()
+        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(size)]
+        for name, (size, _) in worlds.items()
     }
 
 

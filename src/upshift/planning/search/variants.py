@@ -72,7 +72,7 @@ def is_traced(variant: Variant, variants: Collection[Variant]) -> bool:
 
 
 def _leaves_out_compiling(fixed: tuple[str, ...]) -> bool:
-    """Return whether no plan is compiled. The trace of what compiled layers save takes half as long as all other traces."""
+    """Return whether no plan is compiled. A trace of what compiled layers save loads Inductor, which takes seconds."""
     return "torch_compile=off" in fixed
 
 
@@ -115,9 +115,7 @@ def _shared_variants(
     divides_fp32 = "bf16" not in precisions
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
-        Variant(
-            precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=may_compile
-        )
+        Variant(precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=may_compile)
         for precision in (*precisions, *gathered)
         for masked in masks
     )
