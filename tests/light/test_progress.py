@@ -164,10 +164,15 @@ PHASES: list[tuple[str, Callable[[Any], None]]] = [
 ]
 
 
-def test_ten_real_seconds() -> None:
-    code = "import time, sys; from upshift.cli import main; main.app = lambda **_: time.sleep(22); main.main()"
+def test_real_seconds() -> None:
+    """A line after every ten seconds; here after every three, as the others wait for this test."""
+    assert progress.EVERY_SECONDS == 10.0
+    code = (
+        "import time; from upshift.cli import main, progress; progress.EVERY_SECONDS = 3.0; "
+        "main.app = lambda **_: time.sleep(7.5); main.main()"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, "plan"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
     assert done.stdout == "" and len(done.stderr.splitlines()) == 2, done.stderr
-    assert done.stderr.startswith("upshift plan: 10")
+    assert done.stderr.startswith("upshift plan: 3")
