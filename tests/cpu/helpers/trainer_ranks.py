@@ -174,6 +174,7 @@ def run_world(folder: Path, name: str, size: int, cases: dict[str, Any]) -> None
 
 def main(folder: Path) -> None:
     """Run each world of ``worlds.json`` in a fork of this process, which has computed nothing. ``NAME.out`` is what it prints."""
+    os.environ["UPSHIFT_CACHE"] = str(folder / "cache")  # here, so that the process that forks this one serves other tests, too
     for name, (size, cases) in json.loads((folder / "worlds.json").read_text()).items():
         child = os.fork()
         if not child:

@@ -73,10 +73,7 @@ def run(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank of each world saw."""
     (folder / "worlds.json").write_text(json.dumps(worlds))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UPSHIFT_CACHE", str(folder / "cache"))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        ended = warm_scripts.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
+    ended = warm_scripts.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-4000:]
     for name, (_, cases) in worlds.items():
         logged = (folder / f"{name}.out").read_text().count("'train_runtime'")
