@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -289,22 +289,28 @@ def test_histogram_estimates():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("packing", [False, True])
-def test_looking_ahead_sees_what_the_batches_then_are(packing, world_size):
+@pytest.mark.parametrize(("kind", "packing"), [("causal-lm", False), ("causal-lm", True), ("seq2seq-lm", False)])
+def test_looking_ahead_sees_what_the_batches_then_are(kind, packing, world_size):
     sequences = cut_sequences(corpus_of([3, 9, 2, 5, 14, 3, 7] * 9 + [16]), 16)
-    layout = Layout(micro_batch=2, packing=packing, world_size=world_size)
+    layout = Layout(micro_batch=2, packing=packing, pad_multiple=1, world_size=world_size)
+    objective = Objective(kind=kind)
     sources = [
-        BatchSource(sequences=sequences, global_batch=6, layout=layout.changed(rank=rank), seed=3) for rank in range(world_size)
+        BatchSource(sequences=sequences, global_batch=6, layout=layout.changed(rank=rank), objective=objective, seed=3)
+        for rank in range(world_size)
     ]
     steps, first = sources[0].batches_per_epoch + 2, 3
     ahead = look_ahead(sources[0], num_steps=steps, first_step=first)
     batches = [list(islice(source.batches(source.position_of_step(first)), steps)) for source in sources]
-    sizes = [[[micro.num_padded_tokens for micro in batch.micro_batches] for batch in of_rank] for of_rank in batches]
+    sizes = [[batch.padded_tokens for batch in of_rank] for of_rank in batches]
     assert ahead.steps == steps
     assert ahead.num_tokens == pytest.approx(sum(batch.num_tokens for batch in batches[0]) / steps)
     assert ahead.num_padded_tokens == pytest.approx(sum(max(map(sum, ranks)) for ranks in zip(*sizes, strict=True)) / steps)
     assert ahead.longest_tokens == max(size for of_rank in sizes for step in of_rank for size in step)
     assert ahead.longest_tokens == max(max(of_rank[ahead.longest_step]) for of_rank in sizes)
+    for batch in chain(*batches):  # what the model computes: of an encoder-decoder, the rows of both sides
+        for micro, padded in zip(batch.micro_batches, batch.padded_tokens, strict=True):
+            computed = micro.arrays["input_ids"].size + (micro.arrays["labels"].size if kind == "seq2seq-lm" else 0)
+            assert padded <= computed <= padded + len(micro.arrays["input_ids"])  # an odd row is split 1 longer
 
 
 def test_longest_and_synthetic_batches():

@@ -303,6 +303,7 @@ def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, r
         whole = GlobalBatch(
             position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
             sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
+            padded_tokens=(512, 512),
         )  # fmt: skip
         step.step(whole)
         with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:

@@ -55,6 +55,7 @@ from upshift.training.loop.events import (
     event_from_json,
     event_to_json,
 )
+from upshift.training.loop.metrics import StepMeter
 from upshift.training.out_of_memory import Autopsy
 from upshift.training.run import train
 from upshift.training.step import TrainStep
@@ -553,3 +554,15 @@ def test_data_order_is_that_of_the_seed(home: Path, prepared: Callable[[str], Tr
     source = BatchSource(sequences=prepared("llama").training, global_batch=GLOBAL_BATCH, layout=layout, seed=42)
     tokens = np.cumsum([next(source.batches(source.position_of_step(step))).num_tokens for step in range(5)])
     assert tokens.tolist() == [tokens for tokens, _ in curve(plain)]
+
+
+def test_the_speed_of_a_run_leaves_out_the_steps_that_the_measurement_of_memory_slowed_down() -> None:
+    def speed(planned_steps: int) -> tuple[int, float | None]:
+        meter = StepMeter(Plan(model="m", host="h", device="cpu", sequence_length=8, per_device_train_batch_size=1), planned_steps=planned_steps, longest_step=5)
+        for step in range(1, 21):
+            meter.begin()
+            meter.add(100, 10.0 if step < 3 else 3.0 if step == 5 else 2.0 if step < 9 and step > 5 else 1.0)
+        return len(meter.steady), meter.tokens_per_second
+
+    assert speed(20) == (20 - 2 - 4, 100.0)  # the watched step, and three that fault its pages in again
+    assert speed(8)[0] == 20 - 2 - 1  # planned to be short: it needs the other steps

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import scale_to_peak
 from upshift.planning.cost.time import tokens_per_step
-from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, Number, formula_interval
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, VARYING_HELD_INTERVAL, Number, formula_interval
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate, cost_plan
@@ -429,6 +429,8 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
         if best.peak_bytes and planning.workload.lengths is not None:
             interval = (WATCHED_STEP_SHARE, AGAIN_INTERVALS["allocated"][1])
             bases["allocated"] = Basis(tier="measured", interval=interval, num_records=1)
+        if best.resident_bytes and planning.workload.lengths is not None and candidate.plan.host_memory == "keep":
+            bases["held"] = Basis(tier="measured", interval=VARYING_HELD_INTERVAL, num_records=1)
         return replace(candidate, memory=memory, resident=float(best.resident_bytes or candidate.resident), bases=bases)
     for name, measured, predicted in _memory_pairs(best, candidate):
         low, high = formula_interval(name, candidate.plan)

@@ -14,6 +14,7 @@ from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import find_model
+from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
 from upshift.record import Numbers
 from upshift.training.batches.plan_layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
@@ -61,7 +62,7 @@ from upshift.units import GIB, gib
 
 # Why to stop before max_steps; the later one wins.
 REASONS = ("", "tokens", "seconds", EARLY_STOPPING, "interrupted", "not saved")
-HELD_LIMIT_FACTOR = 1.05  # times the predicted memory; above it, free heap memory goes back to the system
+HELD_LIMIT_FACTOR = VARYING_HELD_INTERVAL[1]  # times the predicted memory; above it, free heap memory goes back to the system
 LOSS_STEPS = 10  # the Record's loss is the mean of this many last steps
 
 
@@ -156,9 +157,9 @@ class TrainingLoop:
         )
 
     def _new_meter(self) -> StepMeter:
-        """Return a meter that measures the memory of the step with the longest micro-batch among the first few steps."""
+        """Return a meter that measures the memory of the step with the longest micro-batch among the first steps."""
         remaining_steps = self.arguments.max_steps - self.progress.step
-        num_candidates = min(remaining_steps // 2, MAX_WATCHED_STEP) - NUM_WARMUP
+        num_candidates = min(remaining_steps, MAX_WATCHED_STEP) - NUM_WARMUP
         if num_candidates < 1:
             return StepMeter(self.plan, planned_steps=remaining_steps)
         ahead = look_ahead(self.source, first_step=self.progress.step + NUM_WARMUP, num_steps=num_candidates)

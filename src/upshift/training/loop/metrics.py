@@ -20,20 +20,23 @@ from upshift.training.prepare import in_memory_bytes
 from upshift.training.step import StepResult, TrainStep
 
 NUM_WARMUP = 2  # first steps, which allocate, compile and tune
-# Memory is measured in one of the first steps, the one with the longest micro-batch: at most this many, or half of the run.
-MAX_WATCHED_STEP = 16
+MAX_WATCHED_STEP = 64  # memory is measured in the one of these first steps that has the longest micro-batch
+# On a CPU the steps after the watched one fault the pages in again that the meter's memory was given back with.
+RECOVERY_STEPS = 3
 WINDOW_STEPS = 20
 
 
 class StepMeter:
     """Measure the steps of this process, counted from its first one: a resumed run warms up again.
 
-    ``longest_step`` is the number (from 1) of the step that has the longest micro-batch after the warm-up.
+    ``longest_step`` is the number (from 1) of the step that has the longest micro-batch after the warm-up. The speed is that of
+    the steps after the warm-up, without those that the measurement of memory slowed down.
     """
 
     def __init__(self, plan: Plan, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
         self.plan = plan
         self.watched_step = min(longest_step, planned_steps)  # the step whose memory is measured
+        self._planned_steps = planned_steps
         self.count = 0
         self.seconds = 0.0
         self.first_seconds: float | None = None
@@ -65,11 +68,19 @@ class StepMeter:
             self._window.clear()  # the first step compiles
         if self.count == 1 or self.count != self.watched_step:
             self._window.append((tokens, seconds))
-        if self.count > NUM_WARMUP and self.count != self.watched_step:
+        if self.count > NUM_WARMUP and not self._is_disturbed:
             timing = timing_between(self._step_start, read_moment())
             self.waited_seconds += timing.waited
             self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
+
+    @property
+    def _is_disturbed(self) -> bool:
+        """Return whether the meter of memory slowed this step down. A short run needs every step after the watched one."""
+        num_disturbed = 1
+        if self.plan.device == "cpu" and self._planned_steps > 4 * RECOVERY_STEPS:
+            num_disturbed += RECOVERY_STEPS
+        return self.watched_step <= self.count < self.watched_step + num_disturbed
 
     def _run_watched_step(self, train_step: TrainStep, batch: GlobalBatch) -> StepResult:
         """Run a step and measure its peak memory. The meter keeps its events in memory, so it covers only a part of the step."""
