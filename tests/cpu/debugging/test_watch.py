@@ -43,8 +43,10 @@ def test_who_waits_and_who_does_not_come(tmp_path: Path, warm_scripts: WarmScrip
     waits = r"ranks 0, 2 wait since [\d.]+ s in all_reduce \d+ of group 0 default_pg \(4\.00 KiB\), step 5; "
     assert re.match(waits, words), words
     assert re.search(r"rank 1 is in no collective: step 5 since [\d.]+ s", words), words
-    (found,) = examine_run(tmp_path)  # what `upshift doctor` says of the reports that the ranks left
-    assert found.subject == "rank 1" and "in no collective" in found.what
+    findings = examine_run(tmp_path)  # what `upshift doctor` says of the reports that the ranks left
+    in_no_collective = [finding for finding in findings if "in no collective" in finding.what]
+    assert [finding.subject for finding in in_no_collective] == ["rank 1"], findings  # a busy machine makes others late, too
+    (found,) = in_no_collective
     assert "watched_ranks.py" in found.evidence and "(wait_until_said)" in found.evidence
 
 
