@@ -81,6 +81,7 @@ def answer_one_request(worker_name: str, request: Path, answers_descriptor: int)
     quiet_libraries()
     with importing():
         worker = importlib.import_module(worker_name)
+        gc.freeze()  # as in a fork of the server
     _run_worker(worker, request, os.fdopen(answers_descriptor, "w"))
 
 

@@ -146,7 +146,8 @@ def test_a_wrong_question_is_one_line(one: Planning, asked: str, words: list[str
 
 def test_only_what_is_missing_is_traced() -> None:
     trace, planning = Traced(), planned(ONE)
-    explain_choice(planning, "optim=sgd", fixed=(), trace=trace)
+    for choice in ("optim=sgd", "torch_compile=off"):
+        explain_choice(planning, choice, fixed=(), trace=trace)
     assert trace.lengths == []
     explain_choice(planning, "precision=bf16-weights", fixed=(), trace=trace)
     assert trace.lengths == [4096]

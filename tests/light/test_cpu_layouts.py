@@ -20,7 +20,7 @@ from upshift.planning.search.layouts import enumerate_layouts
 from upshift.planning.search.ranking import Candidate, Coster, Ranking
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
-from upshift.planning.search.variants import variants_for
+from upshift.planning.search.variants import is_traced, variants_for
 from upshift.planning.trials.runner import TrialResult
 from upshift.planning.trials.select import Proof, prove
 from upshift.planning.workload import Workload
@@ -183,6 +183,19 @@ def test_kernels_that_a_request_excludes_are_not_traced(attention: str, traced: 
     """The plain default has sdpa, and is traced for every request."""
     variants = variants_for(ONE, WORKLOAD.changed(sequence_length=length), (f"attention={attention}",))
     assert {variant.attention for variant in variants} == traced
+
+
+@pytest.mark.parametrize("gpus", ["1xh100", "2xh100"])
+@pytest.mark.parametrize("fixed", [(), ("attention=sdpa",), ("attention=eager",), ("tensor_parallel=1",)])
+def test_what_compiled_layers_save_is_traced_only_for_plans_that_may_be_compiled(gpus: str, fixed: tuple[str, ...]) -> None:
+    """Nothing else about the traces changes."""
+    host = describe(gpus)
+    compiled = variants_for(host, WORKLOAD, fixed)
+    eager = variants_for(host, WORKLOAD, (*fixed, "torch_compile=off"))
+    assert any(variant.compiled for variant in compiled)
+    assert [*dict.fromkeys(variant._replace(compiled=False) for variant in compiled)] == [*eager]
+    assert all(is_traced(variant, compiled) for variant in eager)
+    assert not all(is_traced(variant, eager) for variant in compiled)
 
 
 @pytest.mark.parametrize("length", [128, 256, 257, 4096])

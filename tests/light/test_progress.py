@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,49 +123,15 @@ def test_every_command_speaks_while_it_runs(
     assert all(line.isprintable() for line in lines)
 
 
-def test_the_steps_of_a_run(clock: Clock) -> None:
-    from upshift.cli.run_display import RunDisplay
-    from upshift.training.loop.events import Started, StepDone
-
-    told: list[str] = []
-    writer = progress.LineWriter(told.append)
-    progress._writers.append(writer)
-    try:
-        with RunDisplay(quiet=True) as display:
-            watcher = display.watcher
-            for say, call in PHASES:
-                call(watcher)
-                clock.now += 10
-                writer.write_line()
-                assert say in told[-1], told[-1]
-            watcher.event(Started(0, 100, 0, 10, "plain", None))
-            writer.write_line()
-            assert told[-1].startswith("The first step")
-            watcher.event(
-                StepDone(
-                    step=7, max_steps=100, tokens=70, loss=2.125, learning_rate=1.0, gradient_norm=None,
-                    tokens_per_second=1606.0, seconds_left=95.0, resident_bytes=2**30,
-                )
-            )  # fmt: skip
-            writer.write_line()
-            for words in ("Step 7/100", "loss 2.125", "1,606 tokens/s", "1 min 35 s left"):
-                assert words in told[-1]
-    finally:
-        progress._writers.clear()
-
-
-PHASES: list[tuple[str, Callable[[Any], None]]] = [
-    ("Reading the data", lambda watcher: None),
-    ("Tokenizing: 10.0 s so far, 5 of 10", lambda watcher: watcher.tokenizing(5, 10)),
-    ("Tracing the model", lambda watcher: watcher.tracing(1, 3)),
-    ("Trial plain", lambda watcher: watcher.trying(SimpleNamespace(label=lambda: "plain"))),
-]
-
-
-def test_ten_real_seconds() -> None:
-    code = "import time, sys; from upshift.cli import main; main.app = lambda **_: time.sleep(22); main.main()"
+def test_real_seconds() -> None:
+    """A line after every ten seconds; here after every three, as the others wait for this test."""
+    assert progress.EVERY_SECONDS == 10.0
+    code = (
+        "import time; from upshift.cli import main, progress; progress.EVERY_SECONDS = 3.0; "
+        "main.app = lambda **_: time.sleep(7.5); main.main()"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, "plan"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
     assert done.stdout == "" and len(done.stderr.splitlines()) == 2, done.stderr
-    assert done.stderr.startswith("upshift plan: 10")
+    assert done.stderr.startswith("upshift plan: 3")

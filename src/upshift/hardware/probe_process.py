@@ -20,6 +20,7 @@ from pathlib import Path
 
 from upshift.errors import MissingInternal
 from upshift.hardware.exchange_probe import free_port, measure_exchanges
+from upshift.importing import importing
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.parent_process import end_with, take_stdout
 
@@ -28,10 +29,11 @@ LARGE_BYTES = 2**23
 
 def measure_resident_bytes(num_threads: int) -> int:
     """Return the RSS after the imports and a matrix product in fp32 and bf16, as math libraries allocate at their first use."""
-    import torch
-    import transformers
+    with importing():
+        import torch
+        import transformers
 
-    _ = transformers.AutoModelForCausalLM  # transformers imports on first access
+        _ = transformers.AutoModelForCausalLM  # transformers imports on first access
     torch.set_num_threads(num_threads)
     for dtype in (torch.float32, torch.bfloat16):
         ones = torch.ones(64, 64, dtype=dtype)
@@ -71,7 +73,8 @@ def compiler_works() -> bool:
 
 def fork_exchange_partner(port: int) -> int | None:
     """Fork the process to exchange tensors with, before torch has threads. Return its id, or None if that is not possible."""
-    import torch.distributed as dist
+    with importing():
+        import torch.distributed as dist
 
     if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
         return None

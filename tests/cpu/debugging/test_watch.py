@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from warm_scripts import WarmScripts
 from watched_ranks import GONE, STOPPED
 
 from upshift.debugging.run_report import FOLDER, examine_run
@@ -29,33 +30,34 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 WORLD = HELPERS / "watched_ranks.py"
 
 
-def said_in(case: str, folder: Path, *, world: int = 2) -> list[tuple[int, int, str]]:
+def said_in(case: str, folder: Path, warm_scripts: WarmScripts, *, world: int = 2) -> list[tuple[int, int, str]]:
     said = folder / "said"
-    command = [sys.executable, str(WORLD), case, str(world), str(said)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm_scripts.run(WORLD, case, str(world), str(said), timeout=120)
     assert ended.returncode == 0, ended.stderr
     return [tuple(json.loads(line)) for line in said.read_text().splitlines()] if said.exists() else []
 
 
-def stalls_in(case: str, folder: Path, *, world: int = 2) -> list[tuple[int, int, str]]:
+def stalls_in(case: str, folder: Path, warm_scripts: WarmScripts, *, world: int = 2) -> list[tuple[int, int, str]]:
     """A machine with other work makes stragglers too."""
-    return [one for one in said_in(case, folder, world=world) if "holds up" not in one[2]]
+    return [one for one in said_in(case, folder, warm_scripts, world=world) if "holds up" not in one[2]]
 
 
-def test_who_waits_and_who_does_not_come(tmp_path: Path) -> None:
-    (teller, step, words), *_ = stalls_in("stalled", tmp_path, world=3)
+def test_who_waits_and_who_does_not_come(tmp_path: Path, warm_scripts: WarmScripts) -> None:
+    (teller, step, words), *_ = stalls_in("stalled", tmp_path, warm_scripts, world=3)
     assert (teller, step) == (0, 5)
     waits = r"ranks 0, 2 wait since [\d.]+ s in all_reduce \d+ of group 0 default_pg \(4\.00 KiB\), step 5; "
     assert re.match(waits, words), words
     assert re.search(r"rank 1 is in no collective: step 5 since [\d.]+ s", words), words
-    (found,) = examine_run(tmp_path)  # what `upshift doctor` says of the reports that the ranks left
-    assert found.subject == "rank 1" and "in no collective" in found.what
+    findings = examine_run(tmp_path)  # what `upshift doctor` says of the reports that the ranks left
+    in_no_collective = [finding for finding in findings if "in no collective" in finding.what]
+    assert [finding.subject for finding in in_no_collective] == ["rank 1"], findings  # a busy machine makes others late, too
+    (found,) = in_no_collective
     assert "watched_ranks.py" in found.evidence and "(wait_until_said)" in found.evidence
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_a_stopped_process_is_named(case: str, tmp_path: Path) -> None:
-    (teller, step, words), *_ = stalls_in(case, tmp_path)
+def test_a_stopped_process_is_named(case: str, tmp_path: Path, warm_scripts: WarmScripts) -> None:
+    (teller, step, words), *_ = stalls_in(case, tmp_path, warm_scripts)
     assert (teller, step) == (0, STOPPED[case]) and "rank 0 waits" in words
     assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
 
@@ -108,8 +110,8 @@ def test_a_full_disk_and_a_closed_pipe_do_not_end_the_watch(
     assert "rank 1 says nothing" in caplog.messages[0] and "this one ends" in caplog.messages[0]
 
 
-def test_a_straggler_is_named_with_its_time(tmp_path: Path) -> None:
-    words = "; ".join(words for _, _, words in said_in("slow", tmp_path))
+def test_a_straggler_is_named_with_its_time(tmp_path: Path, warm_scripts: WarmScripts) -> None:
+    words = "; ".join(words for _, _, words in said_in("slow", tmp_path, warm_scripts))
     holds_up = r"rank 1 holds up the others: its own work takes [\d.]+ m?s of a step of [\d.]+ m?s, theirs [\d.]+ m?s"
     assert re.search(holds_up, words), words
 

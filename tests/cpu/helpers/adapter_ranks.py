@@ -6,30 +6,32 @@ A folder has the data of all jobs, as ``TrainingData`` stores it, and each job a
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from warm_scripts import WarmScripts
 
 from upshift.importing import importing
 
 TIMEOUT_SECONDS = 200
 
 with importing():
+    import peft  # noqa: F401  else every rank imports it, and bitsandbytes with it
+
     from upshift.training.data.dataset import load_data
     from upshift.training.job.job import Job, TrainingData, open_job, run_rank
     from upshift.training.loop.signals import StopRequest
     from upshift.training.process_group import join_processes
 
 
-def run_jobs(jobs: Mapping[str, Job], data: TrainingData, folder: Path) -> None:
-    """Run the jobs, which have the same number of ranks, in a new process. Fail with the ranks' errors."""
+def run_jobs(jobs: Mapping[str, Job], data: TrainingData, folder: Path, warm_scripts: WarmScripts) -> None:
+    """Run the jobs, which have the same number of ranks, in a process of their own. Fail with the ranks' errors."""
     for path in data.folder.iterdir():
         (folder / path.name).symlink_to(path)
     for name, job in jobs.items():
         (folder / f"{name}.job.json").write_text(open_job(job, data).to_json(), encoding="utf-8")
-    command = [sys.executable, __file__, str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    ended = warm_scripts.run(__file__, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-5000:]
 
 

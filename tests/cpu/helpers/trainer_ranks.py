@@ -1,15 +1,19 @@
-"""A script for transformers.Trainer, as torchrun starts it: it trains one model after the other, and writes what it saw."""
+"""A script for transformers.Trainer, on ranks that torchrun's agent starts: each trains one model after the other, and writes
+what it saw."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import TrainerCallback, TrainingArguments
 
 import upshift
@@ -112,8 +116,8 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
         except RequestError as error:
             return {"refused": str(error)}
     given = {
-        "output_dir": str(output), "max_steps": 20, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [],
-        "learning_rate": 3e-3, "disable_tqdm": True, "save_steps": 10, "per_device_eval_batch_size": 4, "seed": 1,
+        "output_dir": str(output), "max_steps": 10, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [],
+        "learning_rate": 3e-3, "disable_tqdm": True, "save_steps": 5, "per_device_eval_batch_size": 4, "seed": 1,
     }  # fmt: skip
     arguments = TrainingArguments(**(given | case.get("arguments", {})))
     ranks = read_ranks()
@@ -147,15 +151,49 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(given: Path, folder: Path) -> None:
+def train_all(folder: Path, name: str, cases: dict[str, Any]) -> None:
+    """Train the cases on this rank, and write what it saw to ``NAME-RANK.json``."""
     torch.set_num_threads(1)
     ranks = read_ranks()
     rank = ranks.rank if ranks else 0
-    found = {}
-    for name, case in json.loads(given.read_text()).items():
-        found[name] = train(case, folder / name)
-    (folder / f"{given.stem}-{rank}.json").write_text(json.dumps(found))
+    results = {case: train(fields, folder / case) for case, fields in cases.items()}
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(results))
+
+
+def run_world(folder: Path, name: str, size: int, cases: dict[str, Any]) -> None:
+    """Train the cases in this process, or in ``size`` forks of it, which torchrun's agent starts."""
+    if size == 1:
+        train_all(folder, name, cases)
+        return
+    standalone = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=name,
+        max_restarts=0, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(standalone, train_all)(folder, name, cases)
+
+
+def main(folder: Path) -> None:
+    """Run each world of ``worlds.json`` in a fork of this process, which has computed nothing. ``NAME.out`` is what it prints."""
+    os.environ["UPSHIFT_CACHE"] = str(folder / "cache")  # here, so that the process that forks this one serves other tests, too
+    for name, (size, cases) in json.loads((folder / "worlds.json").read_text()).items():
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                with (folder / f"{name}.out").open("w") as output:
+                    os.dup2(output.fileno(), 1)
+                run_world(folder, name, size, cases)
+                code = 0
+            except BaseException:  # a fork must not go on as its parent
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            sys.exit(f"{name} ended with exit code {code}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

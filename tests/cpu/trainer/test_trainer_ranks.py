@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from warm_scripts import WarmScripts
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 SCRIPT = HELPERS / "trainer_ranks.py"
+TIMEOUT_SECONDS = 900
 TENSOR = {"layout": {"tensor_parallel": 2}}
 MEANS = {"arguments": {"average_tokens_across_devices": False}}  # transformers would multiply a mean over rows by the ranks
 SMOOTHED = {"arguments": {"label_smoothing_factor": 0.1, "max_steps": 3}}
@@ -56,29 +55,33 @@ AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another l
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    results = run(folder, "alone", 1, ALONE)[0]
-    shared = run(folder, "shared", 2, SHARED)
-    results |= {name: result | {"other": shared[1][name]} for name, result in shared[0].items()}
-    later = {name: case | {"resume": str(folder / of / "checkpoint-10")} for name, (_, of, case) in AFTERWARDS.items()}
-    for world in (1, 2):
-        results |= run(folder, f"later-{world}", world, {name: later[name] for name in later if AFTERWARDS[name][0] == world})[0]
+    later = {name: case | {"resume": str(folder / of / "checkpoint-5")} for name, (_, of, case) in AFTERWARDS.items()}
+    worlds = {"alone": (1, ALONE), "shared": (2, SHARED)}
+    for size in (1, 2):
+        worlds[f"later-{size}"] = (size, {name: later[name] for name in later if AFTERWARDS[name][0] == size})
+    seen = run(folder, worlds, warm_scripts)
+    results = {name: result for world in worlds for name, result in seen[world][0].items()}
+    for name, result in seen["shared"][1].items():
+        results[name]["other"] = result
     return results | {"folder": folder}
 
 
-def run(folder: Path, name: str, world: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    given = folder / f"{name}.json"
-    given.write_text(json.dumps(cases))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    environment = os.environ | {"UPSHIFT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT), str(given), str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+def run(
+    folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_scripts: WarmScripts
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what each rank of each world saw."""
+    (folder / "worlds.json").write_text(json.dumps(worlds))
+    ended = warm_scripts.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    logged = ended.stdout.count("'train_runtime'")
-    assert logged == sum("refused" not in case for case in cases.values()), "each run logs once"
-    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(world)]
+    for name, (_, cases) in worlds.items():
+        logged = (folder / f"{name}.out").read_text().count("'train_runtime'")
+        assert logged == sum("refused" not in case for case in cases.values()), "each run logs once"
+    return {
+        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(size)]
+        for name, (size, _) in worlds.items()
+    }
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -93,8 +96,8 @@ def test_ranks_train_and_predict_as_one_process_does(name: str, found: dict[str,
     assert abs(got["loss"] - one["loss"]) < 1e-5
     np.testing.assert_allclose(got["predicted"], one["predicted"], atol=1e-5)
     assert got["predicted"] == got["other"]["predicted"], "all ranks are given all predictions"
-    assert (got["steps"], got["zero"]) == (20, True)
-    assert (got["other"]["steps"], got["other"]["zero"]) == (20, False)
+    assert (got["steps"], got["zero"]) == (10, True)
+    assert (got["other"]["steps"], got["other"]["zero"]) == (10, False)
 
 
 @pytest.mark.parametrize("name", ["two passes", "two passes, fsdp"])
@@ -121,8 +124,8 @@ def test_the_layout_is_the_one_asked_for(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", AFTERWARDS)
 def test_a_checkpoint_goes_on_with_other_ranks(name: str, found: dict[str, Any]) -> None:
-    assert found[name]["steps"] == 10
-    assert difference(found[name]["losses"][-10:], found["llama"]["losses"][-10:]) < 1e-5
+    assert found[name]["steps"] == 5
+    assert difference(found[name]["losses"][-5:], found["llama"]["losses"][-5:]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["whole copies", "fsdp", "optimizer", "tensor"])

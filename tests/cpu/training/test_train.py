@@ -558,7 +558,8 @@ def test_data_order_is_that_of_the_seed(home: Path, prepared: Callable[[str], Tr
 
 def test_the_speed_of_a_run_leaves_out_the_steps_that_the_measurement_of_memory_slowed_down() -> None:
     def speed(planned_steps: int) -> tuple[int, float | None]:
-        meter = StepMeter(Plan(model="m", host="h", device="cpu", sequence_length=8, per_device_train_batch_size=1), planned_steps=planned_steps, longest_step=5)
+        plan = Plan(model="m", host="h", device="cpu", sequence_length=8, per_device_train_batch_size=1)
+        meter = StepMeter(plan, planned_steps=planned_steps, longest_step=5)
         for step in range(1, 21):
             meter.begin()
             meter.add(100, 10.0 if step < 3 else 3.0 if step == 5 else 2.0 if step < 9 and step > 5 else 1.0)

@@ -487,6 +487,15 @@ static Tensor count_bins(const Tensor& self, int64_t bins, const Scalar& low, co
   return copy_to_device(counts.to(self.scalar_type()), self.device());
 }
 
+// oneDNN's product of fp8 is a reference that looks up the scales of each pair of elements: it takes fifty times as long as this.
+static Tensor scaled_product(const Tensor& self, const Tensor& other, const Tensor& scale, const Tensor& other_scale, const std::optional<Tensor>& bias,
+                             const std::optional<Tensor>& result_scale, std::optional<at::ScalarType> type, bool) {
+  TORCH_CHECK(!(result_scale && result_scale->defined()), "the pretended GPU does not scale the result of a product of fp8");
+  Tensor product = at::mm(self.to(at::kFloat), other.to(at::kFloat)) * scale * other_scale;
+  if (bias && bias->defined()) product = product + *bias;
+  return product.to(type.value_or(self.scalar_type()));
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_on_device);
@@ -494,6 +503,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", copy_between_devices);
   m.impl("resize_", resize_on_device);
   m.impl("histc", count_bins);
+  m.impl("_scaled_mm", scaled_product);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);

@@ -3,6 +3,9 @@
 import os
 
 if os.environ.get("PRETENDED_GPUS"):
-    import pretended_cuda
+    from upshift.importing import importing
+
+    with importing():
+        import pretended_cuda
 
     pretended_cuda.install()

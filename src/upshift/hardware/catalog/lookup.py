@@ -61,6 +61,7 @@ MEMORY_ORIGIN: dict[Backend, str] = {
 MAX_SHOWN = 60  # characters of the user's text in a message
 MAX_NAME_LENGTH = 60  # longer texts name no product
 MEMORY_TOLERANCE = 0.1  # as a share of the memory that the driver reports: a 48 GB card reports 45.0 GiB
+LEADING_MEMORY = re.compile(r"([1-9][0-9]{0,3})(?:gib|gb|g)")
 
 
 class Product(NamedTuple):
@@ -338,8 +339,7 @@ def match_products(text: str, products: Mapping[str, Product]) -> Matches:
     exact = []
     partial = []
     for name, product in products.items():
-        needed = _split_words(name)
-        optional = [word for word in _split_words(f"{product.key} {product.name}") if word not in needed]
+        needed, optional = _product_words(name, product)
         word_sets = _used_word_sets(joined, (*needed, *optional), product)
         best = max((len(used.intersection(needed)) for used in word_sets), default=0)
         if best == len(needed):
@@ -347,6 +347,14 @@ def match_products(text: str, products: Mapping[str, Product]) -> Matches:
         elif best > 0:
             partial.append(name)
     return Matches(tuple(exact), tuple(partial))
+
+
+@cache
+def _product_words(name: str, product: Product) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words of one of a product's names, and the other words that it may be called by."""
+    needed = tuple(_split_words(name))
+    all_words = _split_words(f"{product.key} {product.name}")
+    return needed, tuple(word for word in all_words if word not in needed)
 
 
 def _split_words(text: str) -> list[str]:
@@ -363,7 +371,7 @@ def _used_word_sets(joined: str, words: tuple[str, ...], product: Product) -> It
             if joined.startswith(spelling):
                 remaining = words[:index] + words[index + 1 :]
                 yield from (used | {word} for used in _used_word_sets(joined[len(spelling) :], remaining, product))
-    memory = re.match(r"([1-9][0-9]{0,3})(?:gib|gb|g)", joined)
+    memory = LEADING_MEMORY.match(joined)
     if memory and _memory_matches(product, int(memory[1]), words):
         memory_used = product._replace(memory_gib=None)
         yield from _used_word_sets(joined[memory.end() :], words, memory_used)
@@ -376,13 +384,14 @@ def _memory_matches(product: Product, gigabytes: int, words: tuple[str, ...]) ->
     return abs(gigabytes - product.memory_gib) <= MEMORY_TOLERANCE * product.memory_gib
 
 
-def _spellings(word: str) -> list[str]:
-    """Return the spellings of a word: 80gb, 80gib and 80g; sxm with or without the number of its generation."""
+@cache
+def _spellings(word: str) -> tuple[str, ...]:
+    """Return the spellings of a product's word: 80gb, 80gib and 80g; sxm with or without the number of its generation."""
     if re.fullmatch(r"[0-9]+gb", word):
-        return [word, f"{word[:-2]}gib", word[:-1]]
+        return word, f"{word[:-2]}gib", word[:-1]
     if re.fullmatch(r"sxm[0-9]?", word):
-        return ["sxm", *(f"sxm{generation}" for generation in range(2, 7))]
-    return [word]
+        return "sxm", *(f"sxm{generation}" for generation in range(2, 7))
+    return (word,)
 
 
 def join_words(text: str) -> str:

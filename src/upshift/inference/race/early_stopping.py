@@ -120,11 +120,15 @@ def serve_race(
     An error of a setup is the failure of that setup alone."""
     request = RaceRequest.from_file(path)
     early_stopping = EarlyStopping(request)
+    num_engines = 0
     for setup in request.setups:
         skipped = early_stopping.skip(setup)
         if skipped is not None:
             answer(RaceResult(skipped=skipped))
             continue
+        if num_engines:
+            gc.collect()  # free the engine before the next one is loaded
+        num_engines += 1
         try:
             runs = run_setup(request, setup, early_stopping)
         except Exception as error:  # of any library: the user is told why this setup did not run
@@ -133,4 +137,3 @@ def serve_race(
             runs = [Run(setup=setup, failure=failure, passing=may_pass(failure) or disk_full_message(error) is not None)]
         early_stopping.add(runs)
         answer(RaceResult(runs=tuple(runs)))
-        gc.collect()  # free the engine before the next one is loaded

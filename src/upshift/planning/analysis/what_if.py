@@ -22,7 +22,7 @@ from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.space import ONLY_WHEN_ASKED, parse_fixed, parse_value, settable_fields, split_assignment
-from upshift.planning.search.variants import variants_for
+from upshift.planning.search.variants import is_traced, variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import format_bytes, gib
@@ -128,7 +128,8 @@ def _profile(
 ) -> ModelProfile:
     """Return the planning's profile if it has the traces that the search needs, else trace the model again."""
     variants = variants_for(planning.host, workload, assignments)
-    if {*variants} <= {*variants_for(planning.host, planning.workload, fixed)}:
+    traced = variants_for(planning.host, planning.workload, fixed)
+    if all(is_traced(variant, traced) for variant in variants):
         return planning.profile
     return trace(workload.sequence_length, variants)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -37,13 +37,13 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     masks = (False, True) if workload.lengths is not None else (False,)
     is_shared = texts_share_work(host, fixed)
     if is_shared and host.device != "cpu":
-        shared = _shared_variants(precisions, masks, selective=selective)
+        shared = _shared_variants(precisions, masks, selective=selective, may_compile=not _leaves_out_compiling(fixed))
         return _and_eager(shared) if "attention=eager" in fixed else shared
     kernels = ["sdpa"]
     can_block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
     if can_block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
-    can_compile_here = can_compile(host)
+    may_compile = can_compile(host) and not _leaves_out_compiling(fixed)
     divided = False
     if is_shared:
         summary = _summarize_layouts(host, fixed)
@@ -53,7 +53,7 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
         if "bf16" in precisions and not summary.autocast:
             precisions.remove("bf16")
     variants = [
-        Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=can_compile_here)
+        Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=may_compile)
         for precision in precisions
         for kernel in kernels
         for masked in masks
@@ -63,6 +63,17 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     if workload.sequence_length > EAGER_ATTENTION_LIMIT or {"attention=sdpa", "attention=block"} & {*fixed}:
         return tuple(variants)
     return (*variants, *(Variant(precision, "eager", False) for precision in precisions))
+
+
+def is_traced(variant: Variant, variants: Collection[Variant]) -> bool:
+    """Return whether a profile of ``variants`` has the trace of ``variant``. The trace of a step whose layers may be compiled has
+    all numbers of the same step without."""
+    return variant in variants or variant._replace(compiled=True) in variants
+
+
+def _leaves_out_compiling(fixed: tuple[str, ...]) -> bool:
+    """Return whether no plan is compiled. A trace of what compiled layers save loads Inductor, which takes seconds."""
+    return "torch_compile=off" in fixed
 
 
 def _and_eager(variants: Sequence[Variant]) -> tuple[Variant, ...]:
@@ -92,7 +103,9 @@ def _summarize_layouts(host: Host, fixed: tuple[str, ...]) -> _DivisionSummary:
     return _DivisionSummary(tensor > 1, gathers or masters or (stage is None and has_data_parallel), not (gathers or masters))
 
 
-def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
+def _shared_variants(
+    precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool, may_compile: bool
+) -> tuple[Variant, ...]:
     """Return the variants for GPUs that share a job.
 
     bf16 is also traced as one of two ranks, and with weights that were gathered in bf16. fp32 is traced as one of two ranks only
@@ -102,7 +115,7 @@ def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...],
     divides_fp32 = "bf16" not in precisions
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
-        Variant(precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=True)
+        Variant(precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=may_compile)
         for precision in (*precisions, *gathered)
         for masked in masks
     )
