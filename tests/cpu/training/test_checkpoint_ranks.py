@@ -78,9 +78,9 @@ def tied(home: Path) -> str:  # noqa: F811
 @pytest.mark.parametrize("precision", CHAINS)
 def test_every_layout_goes_on_from_every_other(
     precision: str,
-    home: Path,
+    home: Path,  # noqa: F811
     run: Run,
-    prepared: Callable[[str], TrainingData],
+    prepared: Callable[[str], TrainingData],  # noqa: F811
     tied: str,
     tmp_path: Path,  # noqa: F811
 ) -> None:
@@ -112,9 +112,9 @@ def test_every_layout_goes_on_from_every_other(
 
 
 def test_the_same_layout_goes_on_bit_for_bit(
-    home: Path,
+    home: Path,  # noqa: F811
     run: Run,
-    prepared: Callable[[str], TrainingData],
+    prepared: Callable[[str], TrainingData],  # noqa: F811
     tmp_path: Path,  # noqa: F811
 ) -> None:
     """With dropout: every rank's random numbers go on."""
@@ -131,9 +131,9 @@ def test_the_same_layout_goes_on_bit_for_bit(
 
 
 def test_a_checkpoint_without_one_rank_does_not_count(
-    home: Path,
+    home: Path,  # noqa: F811
     run: Run,
-    prepared: Callable[[str], TrainingData],
+    prepared: Callable[[str], TrainingData],  # noqa: F811
     tied: str,
     tmp_path: Path,  # noqa: F811
 ) -> None:
@@ -164,8 +164,8 @@ def test_parts_of_parts() -> None:
 @pytest.mark.parametrize("layout", ["zero3", "stages"])
 def test_ranks_that_share_a_model_agree_on_the_end_and_the_best(
     layout: str,
-    home: Path,
-    prepared: Callable[[str], TrainingData],
+    home: Path,  # noqa: F811
+    prepared: Callable[[str], TrainingData],  # noqa: F811
     run: Run,
     tied: str,
     tmp_path: Path,  # noqa: F811

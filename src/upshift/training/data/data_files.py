@@ -79,9 +79,7 @@ def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = Fa
         kind = file_kind(path)
         refuse_unreadable(path)
         if data_suffix(path) in OTHER_SYNTAX:
-            say_once(
-                f"{path} is read as one plain text, with all marks of its syntax; to learn its contents give .jsonl or .csv"
-            )
+            say_once(f"{path} is read as one plain text, with all marks of its syntax; to learn its contents give .jsonl or .csv")
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
     if pattern is not None:
