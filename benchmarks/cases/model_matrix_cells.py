@@ -39,7 +39,7 @@ from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import init_mesh
-from upshift.training.prepare import chunked_loss, configure_process, load_or_build, prepare_model
+from upshift.training.prepare import configure_process, load_or_build, prepare_model
 from upshift.training.step import TrainStep
 
 TRAINED_LENGTH = 32  # tokens of a row
@@ -219,7 +219,7 @@ def _losses(model: TinyModel, plan: Plan, sequences: Sequences, *, draws: bool) 
     ).batches()
     stepper, losses, seen = TrainStep(ready, place, arguments), [], []
     ready.train()
-    with chunked_loss(ready, plan), WithoutNoise() if draws else nullcontext():
+    with WithoutNoise() if draws else nullcontext():
         for _ in range(STEPS):
             batch = next(batches)
             losses.append(stepper.step(batch).loss)
