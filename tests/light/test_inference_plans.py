@@ -289,7 +289,7 @@ def test_intervals_are_those_of_published_rows() -> None:
         return planning.numbers(planning.best).interval
 
     assert interval("8xh100", "tensor_parallel=8") == interval("8xl40s", "tensor_parallel=1") == (0.7, 1.25)
-    assert interval("8xl40s", "tensor_parallel=4") == (0.7, 3.1)
+    assert interval("8xl40s", "tensor_parallel=4") == (0.3, 1.25)
     assert interval("xeon-8480-512gb") is interval("8xmi300x") is None
 
 

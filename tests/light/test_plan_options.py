@@ -11,15 +11,17 @@ MODEL = "/no/such/model"
 OF_TRAINING = (
     "--html p.html", "--lock l.json", "--why precision=bf16", "--shadow-prices", "--largest batch", "--compare 1xh100",
     "--price h100=1/h", "--data d", "--risk 0.01", "--tokens 1e9", "--deadline 3d", "--steps 5", "--max-grad-norm 0",
-    "--check c.json", "--train", "--lora-rank 4", "--load-in-4bit",
+    "--check c.json", "--train", "--lora-rank 4", "--load-in-4bit", "--objective dpo",
 )  # fmt: skip
 OF_SEQUENCES = ("--sequence-length 64", "--global-batch 4")
 OF_PROMPTS = ("--prompt-length 8", "--output-length 8", "--concurrency 1")
+OF_THE_LOCK = ("--data d", "--risk 0.01", "--objective dpo", "--set precision=fp32", "--allow lion", "--steps 5", "--lock l.json")
 INSTEAD = ("--largest batch", "--compare 1xh100", "--check c.json")
 REFUSED = [
     *(("--generate", option) for option in (*OF_TRAINING, *OF_SEQUENCES, "--max-latency-ms 5")),
     *(("--encode", option) for option in (*OF_TRAINING, *OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5")),
     *((question, option) for question in INSTEAD for option in ("--html p.html", "--rows 3", *OF_PROMPTS)),
+    *(("--check c.json", option) for option in (*OF_THE_LOCK, *OF_SEQUENCES)),
     *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5", "--max-latency-ms 5")),
 ]
 

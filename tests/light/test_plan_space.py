@@ -318,6 +318,10 @@ def test_micro_batches_make_up_the_global_batch() -> None:
     assert sizes(2, per_device_train_batch_size=5) == []
     assert sizes(2, gradient_accumulation_steps=4) == [3]
     assert sizes(2, gradient_accumulation_steps=5) == []
+    both = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    assert sizes(2, **both) == [4] and sizes(1, **both) == []
+    with pytest.raises(RequestError, match="=4 x .*=4 are not the global batch of 24 with 1, 2 data-parallel ranks; leave one"):
+        sizes(2, per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
 
 def test_plans_that_are_far_too_big_are_counted_without_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:

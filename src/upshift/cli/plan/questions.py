@@ -54,7 +54,7 @@ from upshift.units import format_count, format_seconds
 Instead = Literal["--largest", "--compare", "--check"]  # questions whose answers replace the ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
-    "train", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps",
+    "train", "objective", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps",
     *AdapterOptions.model_fields,
     "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
 )  # fmt: skip
@@ -63,13 +63,18 @@ OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
 OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
 LIMITS = ("max_latency_ms", *OF_ANSWERS)
 OF_A_RANKING = ("html", "rows")
+# The lock has these: --check asks whether the same job still fits.
+OF_THE_LOCK = (
+    "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
+    "lock", *OF_SEQUENCES,
+)  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
     "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
-    "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
 }
 
 

@@ -78,7 +78,23 @@ class PlanSpace:
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
         self.combinations = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
-        self.sharings = self._legal_sharings() if sharings is None else sharings
+        if sharings is None:
+            sharings = self._legal_sharings()
+            self._check_batch_factors(sharings)
+        self.sharings = sharings
+
+    def _check_batch_factors(self, sharings: list[Sharing]) -> None:
+        """Raise RequestError if the fixed micro-batch and accumulation steps make the global batch with no number of ranks."""
+        if not {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.fixed.keys() or not sharings:
+            return
+        if not any(self.micro_batches(sharing) for sharing in sharings):
+            micro_batch = self.fixed["per_device_train_batch_size"]
+            steps = self.fixed["gradient_accumulation_steps"]
+            ranks = ", ".join(map(str, sorted({sharing.data for sharing in sharings})))
+            raise RequestError(
+                f"per_device_train_batch_size={micro_batch} x gradient_accumulation_steps={steps} are not the global batch of "
+                f"{self.workload.global_batch} with {ranks} data-parallel ranks; leave one of them out"
+            )
 
     def _legal_sharings(self) -> list[Sharing]:
         batch = self.workload.num_units
@@ -100,11 +116,13 @@ class PlanSpace:
     def micro_batches(self, sharing: Sharing) -> list[int]:
         """Return the sizes of micro-batches into which a data-parallel rank can divide its sequences, ascending."""
         sequences_per_rank = self.workload.global_batch // sharing.data
-        if "per_device_train_batch_size" in self.fixed:
-            requested = self.fixed["per_device_train_batch_size"]
+        requested = self.fixed.get("per_device_train_batch_size")
+        steps = self.fixed.get("gradient_accumulation_steps")
+        if requested is not None and steps is not None:
+            return [requested] if requested * steps == sequences_per_rank else []
+        if requested is not None:
             return [requested] if sequences_per_rank % requested == 0 else []
-        if "gradient_accumulation_steps" in self.fixed:
-            steps = self.fixed["gradient_accumulation_steps"]
+        if steps is not None:
             return [sequences_per_rank // steps] if sequences_per_rank % steps == 0 else []
         together = self.workload.rows_together
         return [together * units for units in divisors(sequences_per_rank // together)]
