@@ -188,5 +188,5 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(RequestError, match="dtype 'int3'"):
         load_model(str(file), dtype="int3")
     monkeypatch.setattr(gguf_file, "installed_version", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"upshift\[gguf\]"):
+    with pytest.raises(MissingExtra, match=r"pip install '.*\[gguf\]'"):
         load_model(str(file))
