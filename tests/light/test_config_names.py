@@ -17,6 +17,8 @@ ALLOWED = {  # place: why
     ("loading/placement/modules.py", "sliding_window"): "of a layer of a cache, which is no config",
     ("tuning/mup_check.py", "num_attention_heads"): "a list of widths that are written, not read",
     ("tuning/mup_check.py", "num_key_value_heads"): "a list of widths that are written, not read",
+    ("training/prepare.py", "pad_token_id"): "of a reward model that is saved from parts: copied, and decides nothing",
+    ("loading/rewrite/merge.py", "pad_token_id"): "of a reward adapter's base: written where the tokenizer has one",
 }
 
 

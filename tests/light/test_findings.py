@@ -67,6 +67,8 @@ def words(node: ast.expr, known: dict[str, str]) -> str | None:
         return words(node.value, known)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (words(node.left, known) or "VALUE") + (words(node.right, known) or "VALUE")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "install_command":
+        return "pip install VALUE"
     return known.get(node.id) if isinstance(node, ast.Name) else None
 
 

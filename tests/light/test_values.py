@@ -16,7 +16,7 @@ import annotated_types
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from upshift.errors import RequestError
@@ -124,6 +124,11 @@ def of(annotation: Any, bounds: list[Any] | None = None) -> st.SearchStrategy[An
     if origin is tuple and arguments[-1] is Ellipsis and all(isinstance(bound, annotated_types.MinLen) for bound in bounds or []):
         fewest = max((bound.min_length for bound in bounds or []), default=0)
         return st.lists(of(arguments[0]), min_size=fewest, max_size=fewest + MAX_ITEMS).map(tuple)
+    if annotation is str and bounds and all(isinstance(bound, AfterValidator) for bound in bounds):
+        texts = PLAIN[str]
+        for bound in bounds:
+            texts = texts.map(bound.func)
+        return texts
     if bounds:
         raise TypeError(f"no strategy for {annotation!r} with {bounds}")
     if annotation in PLAIN:

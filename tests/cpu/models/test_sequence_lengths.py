@@ -54,7 +54,10 @@ TABLES: dict[str, tuple[PretrainedConfig, str]] = {  # of learned positions: one
 }
 UNLIMITED: dict[str, tuple[PretrainedConfig, str]] = {
     "bloom": (BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "BloomForCausalLM"),
-    "t5": (T5Config(vocab_size=320, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0), "T5ForConditionalGeneration"),
+    "t5": (
+        T5Config(vocab_size=320, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0),
+        "T5ForConditionalGeneration",
+    ),
 }
 
 

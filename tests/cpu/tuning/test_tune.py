@@ -265,7 +265,9 @@ def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path:
         searched(home, tmp_path, **more)
 
 
-TWO_VALUES: dict[str, tuple[Any, Any]] = {"lr_scheduler_type": ("linear", "cosine"), "adam_epsilon": (1e-8, 1e-6)}
+TWO_VALUES: dict[str, tuple[Any, Any]] = {
+    "lr_scheduler_type": ("linear", "cosine"), "adam_epsilon": (1e-8, 1e-6), "warmup_ratio": (0.25, 0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

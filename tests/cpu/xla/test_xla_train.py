@@ -268,9 +268,9 @@ def test_the_command_trains_from_text_and_from_records(upshift, told, tmp_path):
     records = tmp_path / "records"
     answer = upshift("data", "to-tfrecord", model, "--data", texts, "--output", records, "--sequence-length", 32)
     assert answer.code == 0 and "sequences" in answer.out, answer.err
-    given = ("--backend", "xla", "--global-batch", 4, "--sequence-length", 32, "--max-steps", 3, "--from-config", "--json")
+    given = ("--backend", "xla", "--global-batch", 4, "--max-steps", 3, "--from-config", "--json")
     for number, path in enumerate((texts, records)):
-        often = () if path == records else ("--eval-steps", 2)
+        often = () if path == records else ("--eval-steps", 2, "--sequence-length", 32)
         answer = upshift("train", model, "--data", path, "--output", tmp_path / f"out{number}", *given, *often)
         assert answer.code == 0, answer.err
         record = json.loads(answer.out)
