@@ -98,11 +98,11 @@ def choose_text_classifier(config: PretrainedConfig, reference: str) -> type[Pre
     )
 
 
-def name_padding(model: nn.Module, pad_token_id: int | None = None) -> None:
+def name_padding(config: PretrainedConfig, pad_token_id: int | None = None) -> None:
     """Name the padding token in a model's config, in which classifiers of texts look for the end of a text.
 
     Without ``pad_token_id``, token 0 is named if the config names none. It is no text's last token in a trace or a test."""
-    text_config = cast("PreTrainedModel", model).config.get_text_config()
+    text_config = config.get_text_config()
     if pad_token_id is not None:
         text_config.pad_token_id = pad_token_id
     elif getattr(text_config, "pad_token_id", None) is None:

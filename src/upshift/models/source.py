@@ -372,6 +372,8 @@ def source_of_files(source: ModelSource) -> ModelSource:
     """Return the source of the files in the directory of ``source``: without an adapter, and quantized as they are.
 
     A new reward head stays."""
+    if source.adapter is None and source.quantized_from is None:
+        return source
     stored = find_model(str(source.directory))
     if source.reward_head_on is None:
         return stored

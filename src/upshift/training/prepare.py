@@ -341,7 +341,7 @@ def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.M
     part_config = getattr(stages_of(model)[0], "config", None)
     pad_token_id = None if part_config is None else getattr(part_config.get_text_config(), "pad_token_id", None)
     if pad_token_id is not None:  # a run names the padding token of a reward model after it has loaded the model
-        name_padding(whole, pad_token_id)
+        name_padding(whole.config, pad_token_id)
     for part in stages_of(model):
         generation_config = getattr(part, "generation_config", None)
         if generation_config:

@@ -36,6 +36,7 @@ MIXTURE = {"num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
 # kind -> (config class, architecture, arguments, whether the loss splits)
 KINDS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", T5, True),
+    "t5, several ends of a text": ("T5Config", "T5ForConditionalGeneration", T5 | {"eos_token_id": [1, 2]}, True),
     "bart": ("BartConfig", "BartForConditionalGeneration", BART, True),
     "switch: each text has the experts to itself": (
         "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
+from pair_runs import EPOCH_OF_TRL, check_equals_trl, losses, pair_job, train_in_our_order, trl_trainer
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -26,9 +27,7 @@ from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.ops.sequence_loss import check_rewards
 from upshift.models.source import AdapterOptions, find_model, find_model_to_train
-from upshift.planning.plan import Plan
 from upshift.record import Record
-from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.data_options import DataOptions
@@ -114,43 +113,15 @@ def data(home: Path) -> TrainingData:
 def a_job(
     home: Path, output: Path, *, plan: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **fields: Any
 ) -> Job:
-    fixed = {
-        "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch",
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
     settings = {"max_steps": 11, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1} | (arguments or {})
-    request = {"model_reference": str(home / "model"), "data": str(home / "pairs"), "output": str(output)} | fields
-    return Job(
-        plan=Plan.model_validate(fixed | (plan or {})), arguments=Arguments(**settings), data_options=REWARD, global_batch=8,
-        **request,
-    )  # fmt: skip
-
-
-def losses(record: Record) -> list[float]:
-    return [loss for _, loss in record.details["loss_curve"]]
+    return pair_job(
+        home / "model", home / "pairs", output, length=LENGTH, options=REWARD, settings=settings, plan=plan or {}, **fields
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Record:
     return run_job(a_job(home, tmp_path_factory.mktemp("plain") / "out"), data)
-
-
-def trl_trainer(model: Path, rows: Rows, folder: Path, **options: Any) -> Any:
-    import datasets
-
-    trl: Any = pytest.importorskip("trl", reason="trl is not installed")
-
-    class Watched(trl.RewardTrainer):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **named: Any) -> Any:
-            loss = super().compute_loss(*args, **named)
-            if self.model.training:
-                self.losses = [*getattr(self, "losses", []), float(loss.detach())]
-            return loss
-
-    settings = {"bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True, "save_strategy": "no"}
-    config = trl.RewardConfig(output_dir=str(folder / "trl"), max_length=LENGTH, **(settings | options))
-    dataset = datasets.Dataset.from_list(rows)
-    return Watched(model=str(model), args=config, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,15 +133,7 @@ def test_tokens_losses_and_rewards_of_an_epoch_equal_those_of_trl(name: str, tmp
     write_jsonl(tmp_path / "pairs" / "validation.jsonl", rows[:5])
     data = prepare_data(find_model(str(model)), tmp_path / "pairs", sequence_length=LENGTH, options=REWARD)
     details = run_job(a_job(tmp_path, tmp_path / "out", arguments={"eval_steps": 11}), data).details
-    source = BatchSource(
-        sequences=data.training, global_batch=8, layout=Layout(micro_batch=4, rows_together=2), objective=data.objective, seed=42
-    )
-    order = (source.epoch_order(0)[::2] // 2).tolist()
-    trainer = trl_trainer(
-        model, rows, tmp_path, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, per_device_train_batch_size=4,
-        num_train_epochs=1, optim="adamw_torch", max_grad_norm=1.0, logging_steps=1, eval_strategy="epoch",
-        lr_scheduler_type="linear", per_device_eval_batch_size=5, disable_tqdm=True,
-    )  # fmt: skip
+    trainer = trl_trainer("Reward", model, rows, tmp_path, length=LENGTH, **EPOCH_OF_TRL)
     sequences = data.training
     ours = [
         sequences.tokens[start : start + length].tolist()
@@ -178,20 +141,10 @@ def test_tokens_losses_and_rewards_of_an_epoch_equal_those_of_trl(name: str, tmp
     ]
     theirs = [ids for row in trainer.train_dataset for ids in (row["chosen_ids"], row["rejected_ids"])]
     assert ours == theirs and len(ours) == 82
-    trainer.train_dataset = trainer.train_dataset.select(order)
-    trainer._get_train_sampler = lambda *_: range(len(order))
-    trainer.train()
+    train_in_our_order(trainer, data, seed=42)
+    check_equals_trl(details, trainer, accuracy="accuracy", margin="margin")
     found = [loss for _, loss in details["loss_curve"]]
-    print(name, max(abs(one - other) for one, other in zip(found, trainer.losses, strict=True)))
-    assert len(found) == 11 and found == pytest.approx(trainer.losses, abs=1e-5)
     assert max(found) - min(found) > 0.05
-    steps = [entry for entry in trainer.state.log_history if "margin" in entry]
-    assert [accuracy for _, accuracy, _ in details["rewards"]] == pytest.approx([step["accuracy"] for step in steps])
-    assert [margin for _, _, margin in details["rewards"]] == pytest.approx([step["margin"] for step in steps], abs=1e-4)
-    (evaluation,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    ((_, accuracy, margin),) = details["evaluation_rewards"]
-    assert details["evaluations"][-1][1] == pytest.approx(evaluation["eval_loss"], abs=1e-4)
-    assert (accuracy, margin) == pytest.approx((evaluation["eval_accuracy"], evaluation["eval_margin"]), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +170,25 @@ def test_no_plan_changes_the_losses(
     assert config["pad_token_id"] == 2 and len(config["id2label"]) == 1
 
 
+@pytest.fixture(scope="module")
+def turns(home: Path) -> TrainingData:
+    """Pairs with EOS between two turns, so that later tokens see its embedding."""
+    rows = text_rows(41)
+    for row in rows:
+        row["prompt"] += "</s> roads"
+    write_jsonl(home / "turns" / "train.jsonl", rows)
+    data = prepare_data(find_model(str(home / "model")), home / "turns", sequence_length=LENGTH, options=REWARD)
+    assert np.count_nonzero(data.training.tokens == data.objective.pad_token_id) >= 2 * len(data.training)
+    return data
+
+
 @pytest.mark.parametrize("lora_rank", [None, 4])
 @pytest.mark.parametrize("name", ["model", "language-model"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    name: str, lora_rank: int | None, home: Path, data: TrainingData, tmp_path: Path
+    name: str, lora_rank: int | None, home: Path, turns: TrainingData, tmp_path: Path
 ) -> None:
-    """EOS pads here, and ends texts. A checkpoint names it as padding, and yet its embedding is trained on."""
+    """EOS pads here, and ends turns and texts. A checkpoint names it as padding, and yet its embedding is trained on."""
+    data = turns
     settings: dict[str, Any] = {"model_reference": str(home / name), "adapter": AdapterOptions(lora_rank=lora_rank)}
     whole = run_job(a_job(home, tmp_path / "whole", **settings), data)
     assert losses(whole)[0] != losses(whole)[-1]

@@ -41,7 +41,7 @@ from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.isolation.seq2seq import measure_seq2seq
-from upshift.models.isolation.small_copy import narrow_copies, randomize_weights
+from upshift.models.isolation.small_copy import narrow_copies, plain_token_ids, randomize_weights
 from upshift.models.isolation.token_ids import missing_token_ids
 from upshift.models.kv_cache import NAMES, with_cache
 from upshift.models.ops.block_attention import set_attention
@@ -85,9 +85,9 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
     shortest = 1
     with _isolated_randomness():
         for small_config in narrow_copies(config, model_class):
+            if objective == "sequence-classification" and small_config.num_labels == 1:
+                name_padding(small_config)  # as a run of a reward model does
             missing = missing_token_ids(small_config, model_class, objective) if objective is not None else ()
-            if objective == "sequence-classification" and config.num_labels == 1:
-                missing = tuple(name for name in missing if name != "pad_token_id")  # a run of a reward model names it
             if missing:
                 return Isolation(reason="a training step needs token ids that are not set", missing_token_ids=missing)
             try:
@@ -167,11 +167,10 @@ class _Probe:
     """A copy of the model with random weights, and texts to run it with."""
 
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
+        if objective == "sequence-classification":
+            name_padding(config)
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
         disable_cache(self.model)
-        if objective == "sequence-classification":
-            name_padding(self.model)
-            config = self.model.config
         if objective is None:
             self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
@@ -181,10 +180,7 @@ class _Probe:
         self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.has_loss = objective in ("causal-lm", "masked-lm")
         self.generates = objective == "causal-lm" or is_causal_class(model_class) and objective is not None
-        vocab_size = config.get_text_config().vocab_size
-        token_ids = [value for name, value in vars(config.get_text_config()).items() if name.endswith("_token_id")]
-        special_ids = {number for value in token_ids for number in (value if isinstance(value, list) else [value])}
-        plain_ids = torch.tensor([number for number in range(vocab_size) if number not in special_ids])
+        plain_ids = plain_token_ids(config)
         self.pad_token = padding_of(config.get_text_config()) or 0
         self.first, self.changed_first, self.second = (
             plain_ids[torch.randint(len(plain_ids), (length,))] for length in (FIRST_LENGTH, FIRST_LENGTH, SECOND_LENGTH)

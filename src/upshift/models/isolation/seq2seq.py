@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.models.build import build_model, disable_cache
-from upshift.models.isolation.small_copy import randomize_weights
+from upshift.models.config import padding_of
+from upshift.models.isolation.small_copy import plain_token_ids, randomize_weights
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import Isolation
 
@@ -57,10 +58,8 @@ class _Probe:
         disable_cache(self._model)
         turn_off_dropout(self._model)
         randomize_weights(self._model)
-        vocab_size = config.get_text_config().vocab_size
-        token_ids = {value for name, value in vars(config.get_text_config()).items() if name.endswith("_token_id")}
-        self._plain_ids = torch.tensor([number for number in range(vocab_size) if number not in token_ids])
-        self._padding = config.get_text_config().pad_token_id or 0
+        self._plain_ids = plain_token_ids(config)
+        self._padding = padding_of(config.get_text_config()) or 0
         text = self.texts([SAME_LENGTH])
         if self.loss(text) != self.loss(text):  # something random is left, such as the noise of a router
             self._model.eval()

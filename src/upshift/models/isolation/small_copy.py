@@ -55,6 +55,14 @@ def narrow_copies(config: PretrainedConfig, model_class: type[PreTrainedModel]) 
             yield shallow
 
 
+def plain_token_ids(config: PretrainedConfig) -> torch.Tensor:
+    """Return the token ids of the vocabulary that the config names for no purpose, such as the end of a text."""
+    text_config = config.get_text_config()
+    named_ids = [value for name, value in vars(text_config).items() if name.endswith("_token_id")]
+    special_ids = {number for value in named_ids for number in (value if isinstance(value, list) else [value])}
+    return torch.tensor([number for number in range(text_config.vocab_size) if number not in special_ids])
+
+
 def _narrow_candidates(fields: Fields) -> Iterator[Fields]:
     fields = {name: value for name, value in fields.items() if name not in ("quantization_config", "dtype", "torch_dtype")}
     num_divisor, size_divisor = _head_divisors(fields)

@@ -133,7 +133,7 @@ def check_rewards(source: ModelSource) -> None:
 
 def _compare_rewards(model: PreTrainedModel, vocab_size: int) -> str | None:
     """Return None if a text has one reward, which is the same without padding and while the model is trained."""
-    name_padding(model)
+    name_padding(model.config)
     input_ids = torch.randint(1, vocab_size, (CHECKED_ROWS, CHECKED_LENGTH))
     pad_token_id: Any = model.config.get_text_config().pad_token_id
     input_ids[input_ids == pad_token_id] = (pad_token_id + 1) % vocab_size

@@ -73,7 +73,7 @@ class Tracer:
         with explain_build_errors(repr(self.source.reference)), torch.device("meta"):
             model = build_model(config, self.model_class, dtype=dtype)
             if self.objective == "sequence-classification":
-                name_padding(model)
+                name_padding(model.config)
             return complete_model(model, self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:

@@ -206,7 +206,7 @@ class TrainingLoop:
         if self.data.objective.has_pairs:
             turn_off_dropout(model)
         if self.data.objective.has_rewards:
-            name_padding(base_of(model), self.data.objective.pad_token_id)
+            name_padding(base_of(model).config, self.data.objective.pad_token_id)
         add_embedding_noise(model, self.arguments.neftune_noise_alpha)
         self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
@@ -224,7 +224,7 @@ class TrainingLoop:
         saved = find_model(str(checkpoint))
         if not self.data.objective.has_rewards:
             return saved
-        return saved.changed(config=saved.config | {"pad_token_id": source.config.get("pad_token_id")})
+        return saved.changed(config=source.config)
 
     def _add_reference(self) -> None:
         """Compute what the model before the training makes of each pair, or read it if the run has computed it already."""
