@@ -79,7 +79,7 @@ def full_batch(plan: Plan, data_rank: int) -> GlobalBatch:
     return GlobalBatch(
         position=start, next_position=start, micro_batches=tuple(micro_batch() for _ in range(count)),
         sequence_ids=np.arange(plan.global_batch), num_label_tokens=plan.global_batch * (width - 1),
-        num_tokens=plan.global_batch * width, padded_tokens=(rows * width,) * count,
+        num_tokens=plan.global_batch * width,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
+from pair_runs import PAIRS_PER_STEP, losses, pair_job
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, OPTConfig, Qwen3MoeConfig
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
@@ -40,7 +41,6 @@ from upshift.training.run import PreparedRun, Watcher, run_training
 from upshift.training.step import TrainStep
 
 LENGTH = 48
-PAIRS_PER_STEP = 4
 DPO = DataOptions(objective="dpo")
 
 
@@ -71,19 +71,10 @@ def data(home: Path) -> TrainingData:
 def a_job(
     home: Path, output: Path, *, plan: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **fields: Any
 ) -> Job:
-    fixed = {
-        "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch",
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
     settings = {"max_steps": 11, "learning_rate": 3e-3, "max_grad_norm": 0.5, "dpo_beta": 0.2} | (arguments or {})
-    return Job(
-        model_reference=str(home / "model"), plan=Plan.model_validate(fixed | (plan or {})), arguments=Arguments(**settings),
-        data=str(home / "pairs"), data_options=DPO, global_batch=2 * PAIRS_PER_STEP, output=str(output), **fields,
-    )  # fmt: skip
-
-
-def losses(record: Record) -> list[float]:
-    return [loss for _, loss in record.details["loss_curve"]]
+    return pair_job(
+        home / "model", home / "pairs", output, length=LENGTH, options=DPO, settings=settings, plan=plan or {}, **fields
+    )
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +294,6 @@ def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, r
         whole = GlobalBatch(
             position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
             sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
-            padded_tokens=(512, 512),
         )  # fmt: skip
         step.step(whole)
         with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:

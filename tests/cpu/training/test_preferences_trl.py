@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 from chat_models import byte_level_tokenizer, make_chats, save_model, words, write_jsonl
+from pair_runs import EPOCH_OF_TRL, check_equals_trl, pair_job, train_in_our_order, trl_trainer
 
 from upshift.models.source import find_model
-from upshift.planning.plan import Plan
-from upshift.training.arguments import Arguments
-from upshift.training.batches.layout import Layout
-from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
-from upshift.training.job.job import Job, run_job
+from upshift.training.job.job import run_job
 
-trl = pytest.importorskip("trl", reason="trl is not installed, so its DPOTrainer cannot be compared")
 LENGTH = 128
 DPO = DataOptions(objective="dpo")
 Rows = list[dict[str, Any]]
@@ -83,22 +79,6 @@ def our_rows(data: TrainingData) -> list[tuple[list[int], list[int]]]:
     return rows
 
 
-def trl_trainer(model: Path, rows: Rows, folder: Path, **options: Any) -> Any:
-    import datasets
-
-    class Watched(trl.DPOTrainer):  # type: ignore[name-defined, misc]
-        def compute_loss(self, *args: Any, **named: Any) -> Any:
-            loss = super().compute_loss(*args, **named)
-            if self.model.training:
-                self.losses = [*getattr(self, "losses", []), float(loss.detach())]
-            return loss
-
-    settings = {"bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True, "save_strategy": "no"}
-    config = trl.DPOConfig(output_dir=str(folder / "trl"), max_length=LENGTH, **(settings | options))
-    dataset = datasets.Dataset.from_list(rows)
-    return Watched(model=str(model), args=config, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
-
-
 def trl_rows(trainer: Any) -> list[tuple[list[int], list[int]]]:
     """What TRL's collator gives of each pair: chosen, rejected."""
     rows = []
@@ -113,7 +93,7 @@ def trl_rows(trainer: Any) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_ids_and_masks_of_pairs_equal_those_of_trl(name: str, model: Path, tmp_path: Path) -> None:
     ours = our_rows(our_data(model, CASES[name], tmp_path))
-    theirs = trl_rows(trl_trainer(model, CASES[name], tmp_path))
+    theirs = trl_rows(trl_trainer("DPO", model, CASES[name], tmp_path, length=LENGTH))
     assert ours == theirs and len(ours) > 40
     if name == "long texts":
         assert any(len(ids) == LENGTH for ids, _ in ours)
@@ -125,36 +105,12 @@ def test_losses_and_rewards_of_an_epoch_equal_those_of_trl(name: str, model: Pat
     rows = CASES[name]
     data = our_data(model, rows, tmp_path)
     assert len(data.training) == 2 * len(rows) == 82
-    plan = Plan(
-        device="cpu", host="test", model="test", sequence_length=LENGTH, optim="adamw_torch", per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-    )  # fmt: skip
-    arguments = Arguments(max_steps=11, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, dpo_beta=0.2, eval_steps=11)
-    job = Job(
-        model_reference=str(model), plan=plan, arguments=arguments, data=str(tmp_path / "data"), data_options=DPO, global_batch=8,
-        output=str(tmp_path / "out"),
-    )  # fmt: skip
+    settings = {
+        "max_steps": 11, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "dpo_beta": 0.2, "eval_steps": 11,
+    }  # fmt: skip
+    job = pair_job(model, tmp_path / "data", tmp_path / "out", length=LENGTH, options=DPO, settings=settings, plan={})
     details = run_job(job, data).details
-    layout = Layout(micro_batch=4, rows_together=2)
-    source = BatchSource(sequences=data.training, global_batch=8, layout=layout, objective=data.objective, seed=arguments.seed)
-    order = (source.epoch_order(0)[::2] // 2).tolist()
-    trainer = trl_trainer(
-        model, rows, tmp_path, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, beta=0.2, per_device_train_batch_size=4,
-        num_train_epochs=1, optim="adamw_torch", max_grad_norm=1.0, logging_steps=1, precompute_ref_log_probs=True,
-        eval_strategy="epoch", lr_scheduler_type="linear", per_device_eval_batch_size=5, disable_tqdm=True,
-    )  # fmt: skip
-    trainer.train_dataset = trainer.train_dataset.select(order)
-    trainer._get_train_sampler = lambda *_: range(len(order))
-    trainer.train()
-    ours = [loss for _, loss in details["loss_curve"]]
-    print(name, max(abs(one - other) for one, other in zip(ours, trainer.losses, strict=True)))
-    assert len(ours) == 11 and ours == pytest.approx(trainer.losses, abs=1e-5)
-    steps = [entry for entry in trainer.state.log_history if "rewards/margins" in entry]
-    assert [accuracy for _, accuracy, _ in details["rewards"]] == pytest.approx([step["rewards/accuracies"] for step in steps])
-    assert [margin for _, _, margin in details["rewards"]] == pytest.approx([step["rewards/margins"] for step in steps], abs=1e-4)
-    (evaluation,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    ((_, accuracy, margin),) = details["evaluation_rewards"]
-    assert details["evaluations"][-1][1] == pytest.approx(evaluation["eval_loss"], abs=1e-4)
-    assert (accuracy, margin) == pytest.approx(
-        (evaluation["eval_rewards/accuracies"], evaluation["eval_rewards/margins"]), abs=1e-4
-    )
+    options = {"beta": 0.2, "precompute_ref_log_probs": True}
+    trainer = trl_trainer("DPO", model, rows, tmp_path, length=LENGTH, **options, **EPOCH_OF_TRL)
+    train_in_our_order(trainer, data, seed=job.arguments.seed)
+    check_equals_trl(details, trainer, accuracy="rewards/accuracies", margin="rewards/margins")
