@@ -108,6 +108,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
         num_label_tokens=labels,
         num_tokens=round(micro_batch.num_tokens * share),
+        row_tokens=micro_batch.row_tokens if has_all_columns else None,
     )
 
 

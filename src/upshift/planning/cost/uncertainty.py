@@ -28,11 +28,9 @@ ALLOCATED_INTERVAL = (0.94, 1.04)
 COMPILED_ALLOCATED_INTERVAL = (0.75, 1.04)
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: the peak of one more process.
 AGAIN_INTERVALS: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
-
-
-# The same for held memory where micro-batches differ in size and freed memory stays with the process. Each new size leaves holes
-# in the heap: 40 steps of a GPT-2 held 1.5 times what its trial of 5 steps held (benchmarks/results/trial_against_run.jsonl).
-# Above it, the run gives the holes back (training/held_memory.py).
+# Held memory of a plan that runs again, where micro-batches differ in size and freed memory stays with the process. Each size
+# leaves holes in the heap: 40 steps of a GPT-2 held 1.5 times what its trial of 5 steps held (docs/log.md). Above it, the run
+# gives the holes back (training/held_memory.py).
 VARYING_HELD_INTERVAL = (0.9, 1.6)
 
 

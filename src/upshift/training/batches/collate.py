@@ -39,6 +39,7 @@ class MicroBatch:
     # Of pairs, whose rewards the model computes: by how much the reward of the first one shall be larger [rows / 2].
     margins: NDArray[np.float32] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
+    row_tokens: int | None = None  # of a row of an encoder-decoder, both sides together; None: those of input_ids
 
     @property
     def has_pairs(self) -> bool:
@@ -55,8 +56,9 @@ class MicroBatch:
 
     @property
     def num_padded_tokens(self) -> int:
+        """Return the tokens that the model computes, padding included, as ``RowGroup.num_padded_tokens`` counts them."""
         rows, width = self.shape
-        return rows * width
+        return rows * (self.row_tokens or width)
 
 
 def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
@@ -84,7 +86,7 @@ def fill_micro_batch(
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
         micro_batch = _fill_seq2seq(ids, lengths, sequences, layout, objective)
-        return replace(micro_batch, can_be_split=objective.loss_splits)
+        return replace(micro_batch, row_tokens=group.width, can_be_split=objective.loss_splits)
     input_ids = _pad_rows(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
     if sequences.labels is not None:  # the data has labels, so its words are masked already
         inputs = input_ids

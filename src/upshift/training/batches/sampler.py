@@ -53,13 +53,11 @@ class GlobalBatch:
     sequence_ids: NDArray[np.int64]  # of all ranks
     num_label_tokens: int  # of all ranks; the sum of token losses is divided by it
     num_tokens: int  # of all ranks, without padding
-    # Of each of this rank's micro-batches, padding included, and of both sides of an encoder-decoder: as ``look_ahead`` counts.
-    padded_tokens: tuple[int, ...]
 
     @property
     def num_padded_tokens(self) -> int:
         """Return the tokens that this rank computes, padding included."""
-        return sum(self.padded_tokens)
+        return sum(micro_batch.num_padded_tokens for micro_batch in self.micro_batches)
 
     @property
     def has_pairs(self) -> bool:
@@ -184,7 +182,6 @@ def build_global_batch(
         sequence_ids=sequence_ids,
         num_label_tokens=num_label_tokens,
         num_tokens=int(sequences.lengths[sequence_ids].sum()),
-        padded_tokens=tuple(group.num_padded_tokens for group in groups),
     )
 
 

@@ -339,7 +339,6 @@ def cut_stored_rows(rows: RowBatch, settings: CutSettings, plan: Plan, members: 
         sequence_ids=np.array(list(members), np.int64),
         num_label_tokens=sum(micro_batch.num_label_tokens for micro_batch in micro_batches),
         num_tokens=sum(micro_batch.num_tokens for micro_batch in micro_batches),
-        padded_tokens=tuple(group.num_padded_tokens for group in groups),
     )
 
 

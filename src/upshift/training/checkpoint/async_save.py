@@ -71,13 +71,13 @@ class BackgroundWriter:
         try:
             work()
         except Exception as error:  # wait() raises it, whatever it is, in the thread that started the work
-            failure = _one_line(error)
+            failure = _as_upshift_error(error)
             # Log it too, because the process may end without another call.
             logger.error("%s", failure)
             self._failure = failure
 
 
-def _one_line(error: Exception) -> UpshiftError:
+def _as_upshift_error(error: Exception) -> UpshiftError:
     """Return the error of a write as one that the user sees as one line. What it came from stays its cause."""
     if isinstance(error, UpshiftError):
         return error

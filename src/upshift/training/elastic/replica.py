@@ -139,8 +139,7 @@ class ReplicaGroup:
     def select_micro_batches(self, batch: GlobalBatch) -> GlobalBatch:
         """Return the batch with only the micro-batches of this replica."""
         rank = self._manager.participating_rank() or 0
-        chosen = slice(rank, None, self._manager.num_participants())
-        return replace(batch, micro_batches=batch.micro_batches[chosen], padded_tokens=batch.padded_tokens[chosen])
+        return replace(batch, micro_batches=batch.micro_batches[rank :: self._manager.num_participants()])
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> None:
         """Sum the gradients and the loss of all replicas, in place. Raise RetryStep on the remaining ones if one was lost."""

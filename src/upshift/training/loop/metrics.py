@@ -21,7 +21,7 @@ from upshift.training.step import StepResult, TrainStep
 
 NUM_WARMUP = 2  # first steps, which allocate, compile and tune
 MAX_WATCHED_STEP = 64  # memory is measured in the one of these first steps that has the longest micro-batch
-# On a CPU the steps after the watched one fault the pages in again that the meter's memory was given back with.
+# On a CPU these steps after the watched one are slow: they fault in the pages that went back with the meter's memory.
 RECOVERY_STEPS = 3
 WINDOW_STEPS = 20
 

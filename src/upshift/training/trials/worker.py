@@ -128,7 +128,7 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     if batches.longest.has_pairs:
         turn_off_dropout(model)
     if request.has_reward_head:
-        name_padding(base_of(model), batches.pad_token_id)
+        name_padding(base_of(model).config, batches.pad_token_id)
     check_loss = evaluate(model, plan, batches.checked)
     check_finite(check_loss)
 
@@ -212,7 +212,7 @@ def _stored_batches(request: TrialRequest) -> Batches:
     size = min(request.global_batch, len(rows))
     starts = range(0, len(rows) - size + 1, size)
     stored = [cut_stored_rows(rows, schema, request.plan, range(start, start + size)) for start in starts]
-    sizes = [sorted(batch.padded_tokens, reverse=True) for batch in stored]
+    sizes = [sorted((micro_batch.num_padded_tokens for micro_batch in batch.micro_batches), reverse=True) for batch in stored]
     longest = max(range(len(stored)), key=lambda number: sizes[number][:2])
     ahead = UpcomingSizes(
         steps=len(stored),
@@ -336,7 +336,7 @@ class Trial:
         """
         batch = next(self.batches.upcoming)
         has_ranks = self.plan.num_processes > 1  # all ranks must time equally many micro-batches
-        chosen = _sample_by_size(batch, with_stand_ins=has_ranks)
+        chosen = _sample_by_size(batch.micro_batches, with_stand_ins=has_ranks)
         timed: list[tuple[Timing, int]] = []
         is_expensive = longest_timing.calm_seconds > EXPENSIVE_FACTOR * self.request.seconds
 
@@ -347,15 +347,15 @@ class Trial:
 
         with chunked_loss(self.train_step.model, self.plan):
             if self.plan.torch_compile != "off" and not is_expensive:  # compile for shapes that are new
-                new_shapes = [micro_batch for micro_batch, _ in chosen]
+                new_shapes = chosen
                 if not has_ranks:
-                    new_shapes = list({micro_batch.shape: micro_batch for micro_batch in new_shapes}.values())
+                    new_shapes = list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
                 one_time_seconds += sum(accumulate(micro_batch).seconds for micro_batch in new_shapes)
             if is_expensive:  # use its timing for all micro-batches
-                timed.append((longest_timing, self.batches.longest.padded_tokens[:WATCHED_MICRO_BATCHES][-1]))
+                timed.append((longest_timing, self._longest_micro_batches()[-1].num_padded_tokens))
             while not is_expensive and self._needs_more([timing for timing, _ in timed]):
-                micro_batch, padded_tokens = chosen[len(timed) % len(chosen)]
-                timed.append((accumulate(micro_batch), padded_tokens))
+                micro_batch = chosen[len(timed) % len(chosen)]
+                timed.append((accumulate(micro_batch), micro_batch.num_padded_tokens))
             update = self._time(self._update)
         picked = _undisturbed(timed)
         seconds = sum(timing.calm_seconds for timing, _ in picked)
@@ -527,13 +527,12 @@ def _undisturbed(timed: list[tuple[Timing, Measured]]) -> list[tuple[Timing, Mea
     return undisturbed if len(undisturbed) >= MIN_TIMED else timed
 
 
-def _sample_by_size(batch: GlobalBatch, *, with_stand_ins: bool) -> list[tuple[MicroBatch, int]]:
-    """Return at most four micro-batches of evenly spread sizes with their padded tokens, the largest first."""
-    pairs = list(zip(batch.micro_batches, batch.padded_tokens, strict=True))
-    usable = [pair for pair in pairs if pair[0].num_label_tokens or with_stand_ins]
-    ordered = sorted(usable, key=lambda pair: -pair[1])
+def _sample_by_size(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
+    """Return at most four micro-batches of evenly spread sizes, the largest first."""
+    usable = [micro_batch for micro_batch in micro_batches if micro_batch.num_label_tokens or with_stand_ins]
+    ordered = sorted(usable, key=lambda micro_batch: -micro_batch.num_padded_tokens)
     if len(ordered) <= 4:
-        return ordered or pairs[:1]
+        return ordered or list(micro_batches[:1])
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
 
 
