@@ -36,10 +36,10 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a complete file or folder when its content is on the disk, so that no power cut leaves ``path`` cut short.
+def sync_and_rename(temporary: Path, path: Path) -> None:
+    """Wait until a file, or all files of a folder, are on the disk. Then rename it.
 
-    Raise OSError on failure."""
+    A power cut leaves no incomplete ``path``. Raise OSError on failure."""
     files = [temporary] if temporary.is_file() else [file for file in temporary.rglob("*") if file.is_file()]
     for file in files:
         sync_path(file)

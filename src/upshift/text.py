@@ -1,5 +1,5 @@
 """Find what no tokenizer accepts: lone surrogates, and message parts that are not text. Find the name that a user may have meant.
-Give a chat template contents that are null as it takes them.
+Replace contents of messages that are null by what the chat template accepts.
 
 JSON and a command line can hold one half of a UTF-16 surrogate pair, which no tokenizer accepts.
 
@@ -53,13 +53,13 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
 
 def fill_null_contents(messages: Messages, write: Callable[[Messages], str | None]) -> list[dict[str, Any]]:
-    """Return the messages, in which contents that are null or missing have the form that the chat template takes.
+    """Return the messages, with contents that are null or missing in the form that the chat template accepts.
 
-    OpenAI's form of a call of tools without a text has ``content: null``. Some templates ask whether the content is none, some
-    join it with a text or search in it, which fails for null, and some print "None".
+    A message that calls tools without a text has ``content: null`` in OpenAI's form. Some templates test for null. Others join
+    the content with a text or search in it, which fails for null. Others print "None".
 
-    Null is taken if the template writes it as it writes an empty text, or in a way of its own, but not as a word. Else the
-    content is an empty text, or is left out.
+    A null stays if the template accepts it and does not print it as "None". Otherwise the content becomes an empty text. If the
+    template rejects that, the content is left out.
 
     Args:
         messages: with or without such contents.

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upshift.atomic_file import put_in_place
+from upshift.atomic_file import sync_and_rename
 from upshift.errors import RequestError
 from upshift.fork_server import ChildExit
 from upshift.hardware import describe
@@ -79,7 +79,7 @@ def test_a_failure_of_a_full_disk_or_memory_is_not_remembered(tmp_path: Path, er
         ({"timed_out": False, "exit": 7}, True),
     ],
 )
-def test_the_end_of_a_process_is_remembered_unless_it_may_pass(
+def test_the_end_of_a_process_is_remembered_unless_it_is_temporary(
     tmp_path: Path, exit_: dict[str, object], remembered: bool
 ) -> None:
     ended = ChildExit(**{"signal": None, "exit": None, "last_words": "", **exit_})
@@ -161,7 +161,7 @@ def test_a_converted_model_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", sync)
     inodes = {file.stat().st_ino for file in files}
-    put_in_place(temporary, path)
+    sync_and_rename(temporary, path)
     assert path.exists() and not temporary.exists() and on_the_disk == inodes
 
 

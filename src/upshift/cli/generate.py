@@ -185,8 +185,7 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
     from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     with tables.step("Checking the prompts"):
-        total = sum(1 for _ in read_prompts(prompts))
-        beyond = generator.check_prompts(read_prompts(prompts), options)
+        total, beyond = generator.check_prompts(read_prompts(prompts), options)
     with tables.step("Racing the installed engines on some of the prompts"):
         first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare([*generator.read(first_block, options), *beyond], options, total=total)

@@ -73,8 +73,11 @@ Port = Annotated[
 ]  # fmt: skip
 Concurrency = Annotated[
     int | None,
-    option("--concurrency", text="The most answers to compute at once.", panel=Panel.SERVER, metavar="N", default="8", least=1),
-]
+    option(
+        "--concurrency", text="The most answers to compute at once.", panel=Panel.SERVER, metavar="N",
+        default=str(DEFAULT_CONCURRENCY), least=1,
+    ),
+]  # fmt: skip
 AllowOrigin = Annotated[
     list[str] | None,
     option(

@@ -81,7 +81,7 @@ def with_failure(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]
             subject,
             what=f"cannot be examined any further: {reason[:300]}",
             evidence=type(failure).__name__,
-            fix="mend the errors and warnings of this list first, then: upshift doctor",
+            fix="fix the other errors and warnings in this list, then run: upshift doctor",
         )
 
 

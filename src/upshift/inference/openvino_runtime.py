@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from upshift.atomic_file import make_once, put_in_place
+from upshift.atomic_file import make_once, sync_and_rename
 from upshift.internals.openvino_names import FP16_WEIGHTS
 from upshift.settings import without_telemetry
 from upshift.units import MIB
@@ -113,8 +113,8 @@ def _save(model: Any, path: Path) -> None:
     temporary = path.with_name(f"writing-{path.name}")
     try:
         openvino.save_model(model, temporary, compress_to_fp16=False)
-        put_in_place(temporary.with_suffix(".bin"), path.with_suffix(".bin"))
-        put_in_place(temporary, path)
+        sync_and_rename(temporary.with_suffix(".bin"), path.with_suffix(".bin"))
+        sync_and_rename(temporary, path)
     except BaseException as error:  # remove the partial files, which may fill the disk
         free = shutil.disk_usage(path.parent).free
         temporary.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def mpi_script(launch: Launch) -> str:
 def _rank_count(launch: Launch, addresses: str) -> list[str]:
     """Return the lines that set the shell's variable ``ranks``. If it is not given, each host counts, and all must agree."""
     lines = rank_count_lines(launch)
-    if launch.nproc is not None or launch.gpus:
+    if launch.has_rank_count:
         return lines
     return [
         f'printf "%s slots=1\\n" {addresses} > "$hostfile"',

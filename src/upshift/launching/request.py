@@ -96,11 +96,16 @@ class Launch(Value):
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
     @property
+    def has_rank_count(self) -> bool:
+        """Return whether the ranks of a host are given, so that the host need not count its GPUs or NUMA nodes."""
+        return self.nproc is not None or self.gpus > 0
+
+    @property
     def ranks_per_node(self) -> int:
         """Return the ranks of a host that cannot be examined: the requested number, or one for each GPU.
 
         Raise RequestError if neither is given."""
-        if self.nproc is None and not self.gpus:
+        if not self.has_rank_count:
             raise RequestError(
                 "--kubernetes and --ray cannot count the GPUs or the NUMA nodes of a host; give --gpus N, or --nproc N with the "
                 "ranks of each host, such as --nproc 1"

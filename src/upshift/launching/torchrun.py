@@ -17,7 +17,7 @@ COUNT_NUMA_NODES = "lscpu --parse=NODE | grep -v '^#' | sort -u | wc -l"
 
 def rank_count_lines(launch: Launch) -> list[str]:
     """Return the lines that set the shell's variable ``ranks``."""
-    if launch.nproc is not None or launch.gpus:
+    if launch.has_rank_count:
         return [f"ranks={launch.ranks_per_node}"]
     return [
         f"ranks=$({COUNT_GPUS})  # one for each GPU",

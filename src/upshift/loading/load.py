@@ -143,7 +143,7 @@ def _load_quantized(
 
     Only transformers and the quantization's library know the layout of scales and codes, for each of about twenty methods."""
     assert source.directory is not None
-    total_bytes = sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
+    total_bytes = 0 if progress is None else sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
     if progress is not None:
         progress(0, total_bytes)
     try:

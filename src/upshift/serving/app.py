@@ -261,7 +261,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     def page() -> HTMLResponse:
         return HTMLResponse((files("upshift.serving") / "chat.html").read_text(encoding="utf-8"))
 
-    for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError, Exception):
+    for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(Guard, limits=server.limits, metrics=server.metrics, paths=paths)

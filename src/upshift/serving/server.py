@@ -126,7 +126,7 @@ def _check_options_are_used(pool: ModelPool, generation_options: Sequence[str]) 
     tasks = {engine.ready.task if engine.ready is not None else "unknown" for engine in pool.engines.values()}
     if generation_options and tasks == {"encode"}:
         shown = " and ".join(generation_options)
-        raise RequestError(f"{shown}: for models that generate, and all models here encode texts; leave it out")
+        raise RequestError(f"only models that generate take {shown}, and all models here encode texts; leave this out")
 
 
 def _min_engine_bytes(request: EngineRequest) -> int:

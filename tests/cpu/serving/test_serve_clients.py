@@ -253,7 +253,8 @@ def test_an_encoder_alone_refuses_what_only_texts_need(
     assert upshift("serve", *models).code == 0 and options[-1] == () and requests["tiny"].concurrency == 8
     BertModel(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
     request = EngineRequest(model=str(tmp_path), generation_options=names)
-    with pytest.raises(RequestError, match="--max-tpot-ms and --output-length and --concurrency: for models that generate"):
+    words = "only models that generate take --max-tpot-ms and --output-length and --concurrency, and"
+    with pytest.raises(RequestError, match=words):
         _select_engine(find_weights(request.model), request)
 
 
@@ -266,5 +267,5 @@ def test_several_encoders_refuse_it_too() -> None:
         assert ready is not None
         engine.engines[0].ready = ready.changed(task="encode")
         serving_server._check_options_are_used(pool, ())
-    with pytest.raises(RequestError, match="--concurrency: for models that generate, and all models here encode texts"):
+    with pytest.raises(RequestError, match="only models that generate take --concurrency, and all models here encode texts"):
         serving_server._check_options_are_used(pool, ("--concurrency",))

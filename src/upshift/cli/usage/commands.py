@@ -45,11 +45,10 @@ class HelpCommand(TyperCommand):
             check_words(path, values, order, MAY_BE_EMPTY)
             check_numbers(self, path, values, order)
             words = list(args)
-            if values.get(AXOLOTL):
-                words = with_axolotl_words(self, ctx, words, values)
-            elif values.get(CONFIG):
-                words = with_file_words(self, ctx, words, values)
-            values = self.make_parser(ctx).parse_args(list(words))[0]
+            if values.get(AXOLOTL) or values.get(CONFIG):
+                read_file = with_axolotl_words if values.get(AXOLOTL) else with_file_words
+                words = read_file(self, ctx, words, values)
+                values = self.make_parser(ctx).parse_args(list(words))[0]
             if values.get(INIT):
                 self._write_file(ctx, values)
             return super().parse_args(ctx, words)

@@ -24,8 +24,10 @@ from upshift.text import did_you_mean
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # one computation, of which the plan takes the fastest
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-TRACKERS = {"use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_tensorboard": "tensorboard"}
-TRACKERS["use_trackio"] = "trackio"
+TRACKERS = {
+    "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_tensorboard": "tensorboard",
+    "use_trackio": "trackio",
+}  # fmt: skip
 TRACKER_VARIABLES = {  # read by the trackers themselves
     "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "wandb_name": "WANDB_NAME", "wandb_run_id": "WANDB_RUN_ID",
     "wandb_mode": "WANDB_MODE", "mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
@@ -115,6 +117,7 @@ def read_axolotl(path: Path, typed: Collection[str]) -> AxolotlConfig:
     _read_data(config)
     _read_objective(config)
     _read_optimization(config)
+    _read_long_rows(config)
     _read_events(config)
     _read_adapter(config)
     _read_precision(config)
@@ -168,7 +171,7 @@ def _read_same(config: AxolotlConfig) -> None:
     """Read the keys with an option of the same meaning."""
     for source, key in OPTION_OF.items():
         value = config.take(source)
-        if value is not None and not (isinstance(value, bool) and not value):
+        if value is not None and value is not False:
             config.add(key, value, source)
 
 
@@ -314,13 +317,17 @@ def _read_optimization(config: AxolotlConfig) -> None:
         config.reject(f"optimizer {optimizer}", f"use one of {', '.join(optimizers())}")
 
 
-def _read_events(config: AxolotlConfig) -> None:
-    """Read when the run evaluates and saves. Only numbers of steps are known."""
+def _read_long_rows(config: AxolotlConfig) -> None:
+    """Read what happens to rows that are longer than a sequence."""
     strategy = config.take("excess_length_strategy")
     if strategy in ("drop", "truncate"):
         config.add("long-rows", "cut" if strategy == "truncate" else "drop", "excess_length_strategy")
     elif strategy is not None:
         config.reject(f"excess_length_strategy {strategy}", "add --long-rows cut or drop", replaced_by="long-rows")
+
+
+def _read_events(config: AxolotlConfig) -> None:
+    """Read when the run evaluates and saves. Only numbers of steps are known."""
     for verb, option in (("eval", "eval-steps"), ("save", "save-steps")):
         steps = config.take(f"{verb}_steps")
         if isinstance(steps, int) and not isinstance(steps, bool):
@@ -343,8 +350,10 @@ def _read_adapter(config: AxolotlConfig) -> None:
         "lora_alpha": "lora-alpha",
         "lora_dropout": "lora-dropout",
         "lora_target_modules": "lora-target",
+        "lora_modules_to_save": "lora-modules-to-save",
+        "peft_use_dora": "lora-dora",
+        "peft_use_rslora": "lora-rslora",
     }
-    keys |= {"lora_modules_to_save": "lora-modules-to-save", "peft_use_dora": "lora-dora", "peft_use_rslora": "lora-rslora"}
     linear = config.take("lora_target_linear")
     if adapter is not None and linear:
         config.add("lora-target", "all-linear", "lora_target_linear")

@@ -276,17 +276,17 @@ class Generator:
         others = [prompt for prompt in ids if not self._is_beyond(prompt)]
         return max(others, beyond, key=len)
 
-    def check_prompts(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
+    def check_prompts(self, prompts: Iterable[Prompt], options: GenerationOptions) -> tuple[int, list[list[int]]]:
         """Read all prompts, block by block. Raise RequestError with the number of the first one that ``read`` refuses.
 
-        Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt:
-        only one engine computes it, so the race must know of it."""
+        Return the number of prompts, and the token ids of the longest prompt beyond longrope's border as the only item of a
+        list. Only one engine computes such a prompt, so the race must know of it. Without one the list is empty."""
         first = 0
         longest: list[int] = []
         for block in read_blocks(iter(prompts), size=BLOCK_PROMPTS):
             longest = max(longest, *self.read(block, options, first=first), key=len)
             first += len(block)
-        return [longest] if self._is_beyond(longest) else []
+        return first, [longest] if self._is_beyond(longest) else []
 
     def cache_tokens(self) -> int | None:
         """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
@@ -360,23 +360,34 @@ class Generator:
                 f"It takes at least {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} is free; shorten it"
             )
 
+    def exceeded_positions(self, prompt: list[int], new_tokens: int) -> tuple[int, bool] | None:
+        """Return the model's positions, and whether the prompt alone exceeds them.
+
+        Return None if they suffice for prompt and answer, or are unknown."""
+        has_encoder = self.start is not None  # encoder and decoder count their positions apart
+        limit = self.longest if has_encoder else self._positions
+        if limit is None:
+            return None
+        if len(prompt) > (limit if has_encoder else limit - 1):
+            return limit, True
+        needed_positions = new_tokens + 1 if has_encoder else len(prompt) + new_tokens
+        return (limit, False) if needed_positions > limit else None
+
     def _check_limit(self, prompt: list[int], new_tokens: int, shown: str, length: str) -> None:
         """Raise RequestError if the model has too few positions for a prompt, or for a prompt with an answer of ``new_tokens``.
 
         ``shown`` and ``length`` are the words for both."""
-        has_encoder = self.start is not None  # encoder and decoder count their positions apart
-        limit = self.longest if has_encoder else self._positions
-        if limit is None:
+        exceeded = self.exceeded_positions(prompt, new_tokens)
+        if exceeded is None:
             return
-        if len(prompt) > (limit if has_encoder else limit - 1):
-            use = "them" if has_encoder else "them and the answer"
+        limit, by_prompt = exceeded
+        if by_prompt:
+            use = "them" if self.start is not None else "them and the answer"
             raise RequestError(f"{shown}, and {self.source.reference!r} has {limit:,} positions for {use}; shorten it")
-        needed_positions = new_tokens + 1 if has_encoder else len(prompt) + new_tokens
-        if needed_positions > limit:
-            raise RequestError(
-                f"{shown}, with {length} more than the {limit:,} positions of {self.source.reference!r}; shorten it, or ask for "
-                "fewer tokens"
-            )
+        raise RequestError(
+            f"{shown}, with {length} more than the {limit:,} positions of {self.source.reference!r}; shorten it, or ask for "
+            "fewer tokens"
+        )
 
     def limit_options(
         self, prompt: list[int], options: GenerationOptions, name: str = "a prompt", *, serves: bool = False

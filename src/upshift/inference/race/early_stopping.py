@@ -31,7 +31,7 @@ FOUR_BITS: tuple[Precision, ...] = ("int4", "int4-weights")
 # (docs/log.md).
 FOUR_BIT_LOSS_RATIO = 16.0
 
-PASSING_PHRASES = (  # of libraries in C++ and Python whose memory is full, and of full disks
+TEMPORARY_PHRASES = (  # of libraries in C++ and Python whose memory is full, and of full disks
     "out of memory",
     "outofmemory",
     "memoryerror",
@@ -43,7 +43,7 @@ PASSING_PHRASES = (  # of libraries in C++ and Python whose memory is full, and 
     "alloc_failed",
     *DISK_FULL_PHRASES,
 )
-PASSING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGBUS)  # the system has no memory; no room for a mapped file
+TEMPORARY_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGBUS)  # the system has no memory; no room for a mapped file
 
 
 class EarlyStopping:
@@ -81,9 +81,9 @@ class EarlyStopping:
         return "time" if self.is_late else None
 
 
-def may_pass(failure: str) -> bool:
+def is_temporary(failure: str) -> bool:
     """Return whether the text of a failure says that a disk or a memory was full, so that the setup may run later."""
-    return any(phrase in failure.lower() for phrase in PASSING_PHRASES)
+    return any(phrase in failure.lower() for phrase in TEMPORARY_PHRASES)
 
 
 def is_dominated(run: Run, others: Iterable[Run], quality: Quality) -> bool:
@@ -120,20 +120,20 @@ def serve_race(
     An error of a setup is the failure of that setup alone."""
     request = RaceRequest.from_file(path)
     early_stopping = EarlyStopping(request)
-    num_engines = 0
+    has_run = False
     for setup in request.setups:
         skipped = early_stopping.skip(setup)
         if skipped is not None:
             answer(RaceResult(skipped=skipped))
             continue
-        if num_engines:
+        if has_run:
             gc.collect()  # free the engine before the next one is loaded
-        num_engines += 1
+        has_run = True
         try:
             runs = run_setup(request, setup, early_stopping)
         except Exception as error:  # of any library: the user is told why this setup did not run
             message = " ".join(str(error).split())[:400]
             failure = f"{type(error).__name__}: {message}"
-            runs = [Run(setup=setup, failure=failure, passing=may_pass(failure) or disk_full_message(error) is not None)]
+            runs = [Run(setup=setup, failure=failure, temporary=is_temporary(failure) or disk_full_message(error) is not None)]
         early_stopping.add(runs)
         answer(RaceResult(runs=tuple(runs)))

@@ -84,7 +84,7 @@ class RacePolicy:
 
         The bounds of that race may have been others. ``time_budget`` is the time that it had, in seconds. A setup whose failure
         may pass could win."""
-        if any(run.passing for run in runs):
+        if any(run.temporary for run in runs):
             return False
         has_more_time = self.time_budget(runs) > LONGER_RATIO * time_budget
         rate = best_rate(runs, self.quality)

@@ -24,7 +24,7 @@ from upshift.disk_full import write_cache_file
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
-from upshift.inference.race.early_stopping import PASSING_SIGNALS, may_pass
+from upshift.inference.race.early_stopping import TEMPORARY_SIGNALS, is_temporary
 from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
 from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
@@ -307,8 +307,8 @@ def stream_runs(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skip
             failure = answer.last_words or f"its process ended with exit {answer.exit}, signal {answer.signal}"
             if answer.timed_out:
                 failure = f"took longer than {time_limit:.0f} s"
-            passing = answer.timed_out or answer.signal in PASSING_SIGNALS or may_pass(failure)
-            yield Run(setup=setup, failure=failure, passing=passing)
+            temporary = answer.timed_out or answer.signal in TEMPORARY_SIGNALS or is_temporary(failure)
+            yield Run(setup=setup, failure=failure, temporary=temporary)
 
 
 def _race_folder(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:

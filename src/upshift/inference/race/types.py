@@ -86,7 +86,7 @@ class Run(Value):
 
     setup: EngineSetup
     failure: str | None = None
-    passing: bool = Field(False, description="the failure may pass: a full disk or memory, or a timeout; the setup races again")
+    temporary: bool = Field(False, description="whether the failure may not come again (full disk or memory, timeout)")
     stopped: Stopped | None = Field(None, description="why the setup was not timed further, also not with larger batches")
     load_seconds: float | None = None
     seconds: Spread | None = None  # of the whole sample

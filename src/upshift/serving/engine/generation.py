@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
-from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, partial_length
@@ -145,12 +145,11 @@ class GenerationWorker:
             options=("--prompt-length", "--output-length"),
         )
         self.seconds = {"reading": time.perf_counter() - start}
-        self._positions = positions_of(self.generator.source)
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
         self._decode_text = stream_prompts.decode
+        self._stream_tokenizer = stream_prompts.tokenizer
         self._tools = ToolTemplate(self.generator.prompts.tokenizer)
-        self._stream_tools = ToolTemplate(stream_prompts.tokenizer)
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
@@ -225,7 +224,7 @@ class GenerationWorker:
         refused = self.scheduler.add(ticket)
         if refused is None:
             calls = self._open_calls(message)
-            decode = self._decode_text if calls is None else self._stream_tools.decode
+            decode = self._decode_text if calls is None else self._tools.decoder(self._stream_tokenizer)
             stream = TextStream(decode, sequence.options.stop_strings)
             self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls)
         return refused
@@ -276,7 +275,7 @@ class GenerationWorker:
         """Return the options of a request that limits no answer.
 
         The limit is that of ``--set``, else ``default``. Without a default it is the server's, or fewer tokens if the model's
-        files say so. None exceeds the positions that the prompt leaves."""
+        files say so. No limit exceeds the positions that the prompt leaves."""
         allowed = DEFAULT_ANSWER_TOKENS if default is None else default
         server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
         file_limits = default is None and (options.max_new_tokens is not None or options.max_length is not None)
@@ -340,19 +339,18 @@ class GenerationWorker:
 
     def _check_context(self, ids: list[int], options: GenerationOptions) -> None:
         """Raise ContextTooLong, in OpenAI's words, if the model has too few positions for the prompt with its answer."""
-        has_encoder = self.generator.start is not None  # encoder and decoder count their positions apart
-        limit = self._positions
         prompt = len(ids)
         answer = options.new_tokens
-        if limit is not None:
+        exceeded = self.generator.exceeded_positions(ids, answer)
+        if exceeded is not None:
+            limit, by_prompt = exceeded
             context = f"This model's maximum context length is {limit} tokens. However, "  # clients read these numbers
-            if prompt > (limit if has_encoder else limit - 1):
+            if by_prompt:
                 raise ContextTooLong(f"{context}your prompt has {prompt} tokens. Please reduce the length of the prompt.")
-            if (answer + 1 if has_encoder else prompt + answer) > limit:
-                raise ContextTooLong(
-                    f"{context}you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the "
-                    "completion). Please reduce the length of the prompt, or of the completion (max_tokens)."
-                )
+            raise ContextTooLong(
+                f"{context}you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the "
+                "completion). Please reduce the length of the prompt, or of the completion (max_tokens)."
+            )
         try:
             self.generator.check_positions(ids, options, "the prompt", serves=True)
         except RequestError as error:  # the prompt is beyond longrope's border
@@ -396,7 +394,8 @@ def _is_token_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
 
 
-def _schemas_of_tools(tools: str) -> dict[str, Any]:
+@lru_cache(maxsize=8)  # a request needs them twice, and an agent sends the same tools again
+def _schemas_of_tools(tools: str) -> Mapping[str, Any]:
     """Return the JSON schemas of the tools' arguments by the tools' names."""
     functions = [tool["function"] for tool in json.loads(tools)]
     return {function["name"]: function["parameters"] for function in functions}

@@ -81,7 +81,7 @@ def _select_engine(source: Any, request: EngineRequest) -> Any:
             )
         if request.generation_options:
             shown = " and ".join(request.generation_options)
-            raise RequestError(f"{shown}: for models that generate, and {source.reference!r} encodes texts; leave it out")
+            raise RequestError(f"only models that generate take {shown}, and {source.reference!r} encodes texts; leave this out")
         from upshift.serving.engine.embedding import serve_embeddings
 
         return serve_embeddings

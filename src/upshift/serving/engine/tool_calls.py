@@ -17,11 +17,11 @@ from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.grammar import WHITESPACE
-from upshift.serving.engine.tagged_calls import NAMES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
+from upshift.serving.engine.tagged_calls import KEYS, NAMES, VALUES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
 from upshift.serving.messages import ToolCall
 
 ID_CHARACTERS = 9  # of a call's id: the only length that the templates of some models take
-ARGUMENTS = ({"zqx_a": "zqx_b"}, {"zqx_c": "zqx_d"})
+ARGUMENTS = tuple({key: value} for key, value in zip(KEYS, VALUES, strict=True))  # of the two made-up calls
 TEXT = "zqx_text_zqx"
 RESULT = "zqx_result"
 QUESTION = {"role": "user", "content": "zqx_question"}
@@ -35,7 +35,7 @@ class ToolFormat(NamedTuple):
     text between two calls, or None if the template takes one call in an answer. Where name and arguments are fields of a JSON
     object, ``fields`` has their keys, and ``before``, ``after`` and ``between`` count from the whole JSON value in ``begin``,
     ``end`` and ``between``. ``text_arguments`` says that the template takes arguments as text. With ``tags``, the arguments are
-    text between tags, and ``before``, ``middle`` and ``after`` are not used."""
+    text between tags, ``before`` and ``after`` are ``begin`` and ``end``, and ``middle`` is not used."""
 
     before: str
     middle: str
@@ -111,11 +111,18 @@ class ToolTemplate:
         markers = "" if form is None else form.begin + form.middle + form.end + (form.between or "") + "".join(form.tags or ())
         return frozenset(id for token, id in self.special_ids.items() if token not in markers)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with the special tokens that mark calls and without the others."""
-        shown_tokens = [token for token in tokens if token not in self._hidden_ids]
-        text: str = self._tokenizer.decode(shown_tokens, skip_special_tokens=False)
-        return text
+    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes tokens by a copy of the tokenizer, for another thread.
+
+        It writes the special tokens that mark calls, and leaves out the others."""
+        hidden_ids = self._hidden_ids
+
+        def decode(tokens: Sequence[int]) -> str:
+            shown_tokens = [token for token in tokens if token not in hidden_ids]
+            text: str = tokenizer.decode(shown_tokens, skip_special_tokens=False)
+            return text
+
+        return decode
 
     def _read_format(self, *, text_arguments: bool) -> ToolFormat | None:
         tools = [_made_tool(name) for name in NAMES]
@@ -134,7 +141,18 @@ class ToolTemplate:
         tagged = find_tagged_form(render) if form is None else None
         if tagged is None:
             return form
-        return ToolFormat("", "", "", False, tagged.begin, tagged.end, tagged.between, None, text_arguments, tagged.tags)
+        return ToolFormat(
+            before=tagged.begin,
+            middle="",
+            after=tagged.end,
+            arguments_first=False,
+            begin=tagged.begin,
+            end=tagged.end,
+            between=tagged.between,
+            fields=None,
+            text_arguments=text_arguments,
+            tags=tagged.tags,
+        )
 
     def _end_of_turn(self, plain: str, single: str) -> int:
         """Return the index in ``single`` from which the two chats end alike, without a part of a special token."""
@@ -288,31 +306,26 @@ def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Map
 
     ``tools`` holds the JSON schema of the arguments by name. ``special_ids`` holds the ids of the special tokens by their
     text."""
-    if form.tags is not None:
-        return _grammar_of_tagged_call(form, form.tags, tools, special_ids)
-    names = [_quote(name) for name in tools]
     choices = []
     rules = []
-    for index, (name, schema) in enumerate(zip(names, tools.values(), strict=True)):
-        parts = [f"arguments{index}", name] if form.arguments_first else [name, f"arguments{index}"]
-        choices.append(_join(parts[0], _literals(form.middle, special_ids), parts[1]))
-        rule = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f"arguments{index}: %json {json.dumps(rule)}")
+    for index, (name, schema) in enumerate(tools.items()):
+        choice, new_rules = _rules_of_call(form, index, name, schema, special_ids)
+        choices.append(choice)
+        rules += new_rules
     call = f"({' | '.join(choices)})"
     start = _join(_literals(form.before, special_ids), call, _literals(_strip_end(form.after, special_ids), special_ids))
     return "\n".join([f"start: {start}", *rules])
 
 
-def _grammar_of_tagged_call(form: ToolFormat, tags: Tags, tools: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
-    choices = []
-    rules = []
-    for index, (name, schema) in enumerate(tools.items()):
-        call, new_rules = tagged_call_rules(tags, index, schema, lambda text: _literals(text, special_ids))
-        choices.append(_join(_quote(name), call))
-        rules += new_rules
-    call = f"({' | '.join(choices)})"
-    start = _join(_literals(form.begin, special_ids), call, _literals(_strip_end(form.end, special_ids), special_ids))
-    return "\n".join([f"start: {start}", *rules])
+def _rules_of_call(form: ToolFormat, index: int, name: str, schema: Any, special_ids: Mapping[str, int]) -> tuple[str, list[str]]:
+    """Return the grammar of a call of one tool between ``before`` and ``after``, and the rules that it uses."""
+    if form.tags is not None:
+        call, rules = tagged_call_rules(form.tags, index, schema, lambda text: _literals(text, special_ids))
+        return _join(_quote(name), call), rules
+    arguments = f"arguments{index}"
+    parts = [arguments, _quote(name)] if form.arguments_first else [_quote(name), arguments]
+    rule = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return _join(parts[0], _literals(form.middle, special_ids), parts[1]), [f"{arguments}: %json {json.dumps(rule)}"]
 
 
 def _strip_end(text: str, special_ids: Mapping[str, int]) -> str:
@@ -394,7 +407,7 @@ class CallStream:
         return buffer[: len(buffer) - held_length], False
 
     def _take_bare_text(self, *, last: bool) -> tuple[str, bool]:
-        """Do so for a form without a marker: the answer is a call from its first character on, or has none."""
+        """Return the same for a form without a marker: the answer is a call from its first character on, or has none."""
         text = self._buffer.lstrip()
         if not self._has_text and text[:1] in ("{", "["):
             self._opening = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.atomic_file import make_once, put_in_place
+from upshift.atomic_file import make_once, sync_and_rename
 from upshift.inference.encoding.engines.base import Batch, EncoderBuild, run_in_order
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter supports
@@ -76,4 +76,4 @@ def _convert(build: EncoderBuild, path: Path) -> None:
 
     temporary = path.with_name(f"writing-{path.name}")
     Converter(str(build.source.directory)).convert(str(temporary), quantization=COMPUTE_TYPES[build.setup.precision], force=True)
-    put_in_place(temporary, path)
+    sync_and_rename(temporary, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from upshift.atomic_file import make_once, put_in_place
+from upshift.atomic_file import make_once, sync_and_rename
 from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward
 
 
@@ -52,10 +52,10 @@ def _export(build: EncoderBuild, path: Path) -> None:
             external_data=False,
             verbose=False,
         )
-        put_in_place(temporary, fp32_path)
+        sync_and_rename(temporary, fp32_path)
     if build.setup.precision == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         temporary = path.with_name("writing-int8.onnx")
         quantize_dynamic(fp32_path, temporary, weight_type=QuantType.QInt8, per_channel=True)
-        put_in_place(temporary, path)
+        sync_and_rename(temporary, path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.atomic_file import make_once, put_in_place
+from upshift.atomic_file import make_once, sync_and_rename
 from upshift.errors import JobFailed, RequestError
 from upshift.inference.generation.engines.gguf_families import describe, family_of, rope_divisors
 from upshift.inference.generation.engines.llamacpp_library import load_llamacpp
@@ -38,10 +38,10 @@ def make_gguf(source: ModelSource, folder: Path, file_type: str, threads: int) -
     def write_files() -> None:
         if not fp32_path.is_file():
             _write(source, config, folder / f"writing-{fp32_path.name}")
-            put_in_place(folder / f"writing-{fp32_path.name}", fp32_path)
+            sync_and_rename(folder / f"writing-{fp32_path.name}", fp32_path)
         if path != fp32_path:
             _quantize(fp32_path, folder / f"writing-{path.name}", file_type, threads)
-            put_in_place(folder / f"writing-{path.name}", path)
+            sync_and_rename(folder / f"writing-{path.name}", path)
 
     make_once(path, write_files, beside=fp32_path)
     return path
