@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,25 +101,25 @@ async def _run_server(
 ) -> None:
     """Start the engines, then run uvicorn. A signal stops either of them."""
     stop_requested = asyncio.Event()
-    _stop_on_signals(stop_requested)
-    start_task = asyncio.create_task(server.pool.start())
-    stop_task = asyncio.create_task(stop_requested.wait())
-    try:
-        await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
-        if stop_requested.is_set():
-            start_task.cancel()
-            return
-        start_task.result()
-        _check_options_are_used(server.pool, generation_options)
-        for name, engine in server.pool.engines.items():
-            if engine.ready is not None:
-                on_ready(name, engine.ready)
-        host, port = listener.getsockname()[:2]
-        on_open(f"{'https' if config.is_ssl else 'http'}://{_format_address(host, port)}")
-        await uvicorn.Server(config).serve(sockets=[listener])
-    finally:
-        stop_task.cancel()
-        await server.pool.stop()
+    with stopping_on_signals(stop_requested):
+        start_task = asyncio.create_task(server.pool.start())
+        stop_task = asyncio.create_task(stop_requested.wait())
+        try:
+            await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            if stop_requested.is_set():
+                start_task.cancel()
+                return
+            start_task.result()
+            _check_options_are_used(server.pool, generation_options)
+            for name, engine in server.pool.engines.items():
+                if engine.ready is not None:
+                    on_ready(name, engine.ready)
+            host, port = listener.getsockname()[:2]
+            on_open(f"{'https' if config.is_ssl else 'http'}://{_format_address(host, port)}")
+            await uvicorn.Server(config).serve(sockets=[listener])
+        finally:
+            stop_task.cancel()
+            await server.pool.stop()
 
 
 def _check_options_are_used(pool: ModelPool, generation_options: Sequence[str]) -> None:
@@ -136,14 +137,21 @@ def _min_engine_bytes(request: EngineRequest) -> int:
     return weights_size(find_model(request.model)) // divisor
 
 
-def _stop_on_signals(stop_requested: asyncio.Event) -> None:
-    """Set ``stop_requested`` at SIGTERM and SIGINT.
+@contextmanager
+def stopping_on_signals(stop_requested: asyncio.Event) -> Iterator[None]:
+    """Set ``stop_requested`` at SIGTERM and SIGINT while open, and then restore the handlers of before.
 
     These handlers act before uvicorn installs its own, and after uvicorn has restored them. Uvicorn raises the signal
     that ended it once more, and these handlers keep that signal from ending the process as a failure."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in previous:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop_requested.set))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: the handler was not set by Python
 
 
 def _check_certificate(address: Address) -> None:

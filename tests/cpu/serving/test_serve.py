@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -530,7 +531,7 @@ def test_an_address_of_either_kind(host: str, url: str, monkeypatch: pytest.Monk
         assert said.startswith(url) and said[len(url) :].isdigit()
         raise Opened
 
-    monkeypatch.setattr(door, "_stop_on_signals", lambda ended: None)  # pytest has its own
+    monkeypatch.setattr(door, "stopping_on_signals", lambda ended: nullcontext())  # pytest has its own
     with pytest.raises(Opened):
         door.serve({}, door.Address(host, 0), Limits(), on_open=opened)
 

@@ -9,6 +9,7 @@ import shutil
 import ssl
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         servers.append(self)
 
     monkeypatch.setattr(uvicorn.Server, "__init__", start)
-    monkeypatch.setattr(serving_server, "_stop_on_signals", lambda stop: None)  # a thread has no signals
+    monkeypatch.setattr(serving_server, "stopping_on_signals", lambda stop: nullcontext())  # a thread has no signals
     urls: list[str] = []
     opened = threading.Event()
 

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import logging
+import os
+import signal
 from typing import Any
 
 import httpx2
@@ -39,6 +41,7 @@ from upshift.serving.messages import (
 )
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.server import stopping_on_signals
 
 COMPLETION = {"model": "m", "prompt": "x"}
 
@@ -392,3 +395,18 @@ def test_an_unknown_time_is_not_drawn_as_none_at_all() -> None:
     )
     figures = load_page_html(test)
     assert '"p99","y":[null]' in figures.replace(" ", "").replace("&#34;", '"'), figures[:2000]
+
+
+def test_a_server_that_ended_leaves_no_signal_handlers_behind() -> None:
+    """The caller's Ctrl-C would set an event of a loop that is closed."""
+
+    async def serve_until(number: int) -> None:
+        stop_requested = asyncio.Event()
+        with stopping_on_signals(stop_requested):
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(stop_requested.wait(), 10)
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.run(serve_until(number))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
