@@ -52,12 +52,12 @@ def test_objects_that_the_caller_excluded_from_collections_stay_excluded(frozen:
     """After a fork each full collection would visit the two million objects of the libraries again, for the rest of a process."""
     if not frozen:
         gc.unfreeze()
-    run_forked([os.getpid])  # which may free frozen objects that nobody uses any more
     before = gc.get_freeze_count()
     try:
         assert (before > 0) == frozen
         assert run_forked([os.getpid, os.getpid])[0] != os.getpid()
-        assert gc.get_freeze_count() == before
+        after = gc.get_freeze_count()
+        assert before * 0.99 <= after <= before  # fewer: frozen objects that nobody uses any more are freed at any moment
     finally:
         if not frozen:
             gc.freeze()
