@@ -299,6 +299,11 @@ def test_an_input_is_not_written_over(tmp_path: Path) -> None:
         check_files(tmp_path / "p.jsonl", tmp_path / "other.jsonl", overwrite=True)
 
 
+def test_overwrite_without_a_file_is_refused(upshift: Command) -> None:
+    refused = upshift("generate", "no-model", "--prompt", "fox", "--overwrite")
+    assert refused.code == 2 and "--overwrite is for --output, and the answer to --prompt is printed" in refused.err
+
+
 def test_what_set_says_counts(model: str, upshift: Command) -> None:
     command = ("generate", model, "--prompt", "fox", "--engine", "torch", "--json")
     plain = json.loads(upshift(*command, "--max-new-tokens", 6).out)
