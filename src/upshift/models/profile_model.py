@@ -36,4 +36,5 @@ def profile_model(
             progress=progress,
         )
 
-    return load_or_compute("profiles", identity, ModelProfile, trace)
+    is_final: Callable[[ModelProfile], bool] = lambda profile: not profile.isolation.short_of_memory
+    return load_or_compute("profiles", identity, ModelProfile, trace, is_final=is_final)
