@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 from made_generators import LLAMA_8B
 from made_profile import make_profile
 
+from upshift.cli.plan import questions
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
+from upshift.models.source import ModelSource
 from upshift.planning.analysis.what_if import explain_choice, shadow_prices
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS, InferencePlan, InferenceWorkload
 from upshift.planning.inference.planner import plan_profile
@@ -20,6 +23,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.planner import Planning
+from upshift.planning.search import space
 from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed, settable_fields
@@ -99,9 +103,22 @@ def test_what_the_planner_fixed_is_fixed_for_the_questions_too() -> None:
     offload = "activation_offload=true"
     planning = replace(training("1xh100", 98304, (offload,)), added=(offload,))
     trace: Any = lambda length, variants: planning.profile  # noqa: E731
-    other = explain_choice(planning, "optim=sgd", fixed=(), trace=trace)
+    other = explain_choice(planning, "optim=adamw_torch", fixed=(), trace=trace)
     assert other.outcome != "does not fit" and other.plan is not None and other.plan.activation_offload
     without = explain_choice(planning, "activation_offload=false", fixed=(), trace=trace)
     assert without.outcome == "does not fit" and without.plan is not None and not without.plan.activation_offload
-    prices = {price.change: price for price in shadow_prices(planning, fixed=())}
-    assert any(price.plan is not None and price.plan.activation_offload for price in prices.values())
+    prices = shadow_prices(planning, fixed=("optim=adamw_torch",))
+    assert prices and all(price.plan is None or price.gain for price in prices)
+
+
+def test_a_place_on_the_disk_is_taken_for_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "disk_rate", lambda files: 2e9)
+    monkeypatch.setattr(questions, "find_host", lambda name: describe("epyc-9654-768gb"))
+    source = ModelSource(reference="made up", directory=tmp_path, config={})
+    workload = Workload(sequence_length=1024, global_batch=2)
+    fixed = ("weight_offload=disk",)
+    host = questions.Request(source, workload, None, fixed, as_json=True).host()
+    assert space.read_fixed(fixed, host, workload, quantized=False) == {"weight_offload": "disk"}
+    described = questions.Request(source, workload, "epyc-9654-768gb", fixed, as_json=True).host()
+    with pytest.raises(RequestError, match="weight_offload=disk is not possible here"):
+        space.read_fixed(fixed, described, workload, quantized=False)

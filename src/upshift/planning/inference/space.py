@@ -140,12 +140,12 @@ def _check_used(fixed: dict[str, Any], workload: InferenceWorkload) -> None:
     if "group_size" not in fixed:
         return
     weights = fixed.get("weights", "int4")
+    allow = WEIGHTS["int4"].allow
+    subject = f"--set group_size={fixed['group_size']} is for weights in 4 bits"
     if weights != "int4":
-        raise RequestError(
-            f"--set group_size={fixed['group_size']} is for weights in 4 bits, and --set weights={weights} are not; leave one out"
-        )
-    if (allow := WEIGHTS["int4"].allow) not in workload.allow:
-        raise RequestError(f"--set group_size={fixed['group_size']} is for weights in 4 bits; add --allow {allow}, or leave it out")
+        raise RequestError(f"{subject}, and --set weights={weights} are not; leave one out")
+    if allow not in workload.allow:
+        raise RequestError(f"{subject}; add --allow {allow}, or leave it out")
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
