@@ -89,8 +89,9 @@ def refuse_unused(context: typer.Context, question: Question, *, largest: str | 
     unused = [options[name] for name in names if name in options]
     if not unused:
         return
-    subject = "a training plan" if question == "--train" else question
-    subject = "--largest batch" if largest == "batch" else subject
+    subject: str = "a training plan" if question == "--train" else question
+    if largest == "batch":
+        subject = "--largest batch"
     alternative = ", or ask with --generate or --encode" if question == "--train" else ""
     pronoun = "them" if len(unused) > 1 else "it"
     raise RequestError(f"{subject} does not use {', '.join(unused)}; leave {pronoun} out{alternative}")
