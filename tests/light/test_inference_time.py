@@ -435,8 +435,10 @@ def test_batches_to_encode_are_no_larger_than_a_replicas_share() -> None:
 
 
 def test_chunks_and_devices() -> None:
-    assert chunk_sizes(WORKLOAD.changed(prompt_length=100, concurrency=21), {}) == [512, 2048]
-    assert chunk_sizes(WORKLOAD.changed(prompt_length=512, concurrency=4), {}) == [512]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=100, concurrency=21), {}) == [512, 2048, 8192]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=512, concurrency=4), {}) == [512, 2048]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=600, concurrency=1), {}) == [512, 2048]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=9000), {}) == [512, 2048, 8192, 9000]
     assert chunk_sizes(WORKLOAD.changed(concurrency=1), {}) == [512]
     assert chunk_sizes(WORKLOAD, {"prefill_chunk_tokens": 77}) == [77]
     values = {"tensor_parallel": [1, 2, 4], "pipeline_parallel": [1, 3]}

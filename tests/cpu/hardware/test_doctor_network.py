@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network_ranks, "MEET_SECONDS", 1.0)
     port = free_port()
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
         monkeypatch.setenv(name, value)
     (found,) = network_ranks.examine_ranks(Ranks(rank=0, size=2, local_rank=0, address="127.0.0.1", port=port))
     assert found.severity == "error" and f"127.0.0.1:{port}" in found.what

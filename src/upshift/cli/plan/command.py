@@ -128,7 +128,7 @@ def command(
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
-    refuse_unused(context, asked.instead[0] if asked.instead else "--train")
+    refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
     _check_page(html)
     asked.check(on)
     options = data_options_of(locals())

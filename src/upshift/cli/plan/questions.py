@@ -47,6 +47,7 @@ from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, expla
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
+from upshift.planning.search.space import fixes_weight_offload, with_disk_rate
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import format_count, format_seconds
@@ -63,6 +64,7 @@ OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
 OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
 LIMITS = ("max_latency_ms", *OF_ANSWERS)
 OF_A_RANKING = ("html", "rows")
+OF_THE_BATCH = ("global_batch",)  # --largest batch finds the batch of the devices itself
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
@@ -78,13 +80,18 @@ UNUSED: dict[Question, tuple[str, ...]] = {
 }
 
 
-def refuse_unused(context: typer.Context, question: Question) -> None:
-    """Raise RequestError that names every option on the command line that the question does not use."""
+def refuse_unused(context: typer.Context, question: Question, *, largest: str | None = None) -> None:
+    """Raise RequestError that names every option on the command line that the question does not use.
+
+    ``largest``: the value of --largest."""
     options = command_line_options(context)
-    unused = [options[name] for name in UNUSED[question] if name in options]
+    names = (*UNUSED[question], *(OF_THE_BATCH if largest == "batch" else ()))
+    unused = [options[name] for name in names if name in options]
     if not unused:
         return
-    subject = "a training plan" if question == "--train" else question
+    subject: str = "a training plan" if question == "--train" else question
+    if largest == "batch":
+        subject = "--largest batch"
     alternative = ", or ask with --generate or --encode" if question == "--train" else ""
     pronoun = "them" if len(unused) > 1 else "it"
     raise RequestError(f"{subject} does not use {', '.join(unused)}; leave {pronoun} out{alternative}")
@@ -171,7 +178,9 @@ class Request:
 
     def host(self) -> Host:
         with tables.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
-            return find_host(self.on)
+            host = find_host(self.on)
+        needs_disk = self.on is None and fixes_weight_offload(self.fixed)
+        return with_disk_rate(host, self.source) if needs_disk else host
 
     def print(self, document: dict[str, Any], table: Callable[[], None]) -> None:
         if self.as_json:
