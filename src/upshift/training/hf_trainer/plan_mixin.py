@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
@@ -38,6 +37,7 @@ from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
     changes_by_optimizer,
     fixed_fields,
+    given_precision,
     layout_fields,
     local_ranks,
     optimizer_name,
@@ -67,6 +67,7 @@ from upshift.training.hf_trainer.choose_plan import (
     why_not_of_model,
     without_fields,
 )
+from upshift.training.hf_trainer.distributed import choose_on_rank_0
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
     LossProbes,
@@ -81,9 +82,7 @@ from upshift.training.hf_trainer.loss_split import (
 from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
-
-T = TypeVar("T")
-
+from upshift.training.hf_trainer.precision import watched_autocast
 
 COLD_SECONDS = 1.0  # a first call that takes longer is not repeated to be measured warm
 STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
@@ -117,28 +116,6 @@ def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
 
 
-def choose_on_rank_0(choose: Callable[[], T]) -> T:
-    """Call ``choose`` on rank 0 and return its result on every rank. All ranks call this function together.
-
-    If ``choose`` raises an error, raise it on every rank. The random number generators stay the same on all ranks.
-    """
-    message: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            with preserved_rng():
-                message = [choose()]
-        except UpshiftError as error:
-            kind = type(error) if type(error) in (RequestError, NothingFits) else JobFailed
-            message = [kind(str(error))]
-        except Exception as error:  # the other ranks must not wait for a result that never comes
-            dist.broadcast_object_list([JobFailed(f"rank 0: {type(error).__name__}: {error}")])
-            raise
-    dist.broadcast_object_list(message)
-    if isinstance(message[0], UpshiftError):
-        raise message[0]
-    return message[0]  # type: ignore[no-any-return]
-
-
 class PlanMixin(LibraryTrainer):
     """A mix-in of transformers' Trainer classes that chooses the plan.
 
@@ -156,6 +133,7 @@ class PlanMixin(LibraryTrainer):
     _upshift_library_class: type[transformers.Trainer]
     _upshift_requested_layout: Layout
     _upshift_planned: PlannedState
+    _upshift_saw_autocast: bool = False  # a module of the model ran under autocast while the script's loss was measured
 
     if TYPE_CHECKING:
 
@@ -468,7 +446,8 @@ class PlanMixin(LibraryTrainer):
         """
         traces = Traces()
         alone = dispatch_mode(refuse_exchanges) if self._upshift_has_ranks else nullcontext()  # only rank 0 measures
-        with self._upshift_without_logging() as logged, exact_matmuls(), alone:
+        autocast_use = watched_autocast(torch.device(self.args.device).type)
+        with self._upshift_without_logging() as logged, exact_matmuls(), alone, autocast_use as use:
             state = StateSnapshot(
                 without=TRAINER_ATTRIBUTES,
                 Trainer=self,
@@ -479,6 +458,7 @@ class PlanMixin(LibraryTrainer):
             yield traces
             changed_name = state.changed()
             state.restore()
+        self._upshift_saw_autocast = self._upshift_saw_autocast or use.is_seen
         if changed_name is not None and not self._upshift_uses_library_loss:
             traces.reason = f"the loss changes {changed_name} at each call"
         if logged:
@@ -532,6 +512,9 @@ class PlanMixin(LibraryTrainer):
         fixed += self._upshift_planned.fixed
         if self._upshift_uses_script_loss:
             fixed.append("loss_chunk_tokens=0")
+        is_precision_fixed = any(assignment.startswith("precision=") for assignment in fixed)
+        if not is_precision_fixed and self._upshift_opens_autocast:
+            fixed.append("precision=fp32")  # the script's own autocast chooses; the plan adds none
         attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
         if attention in PACKED_KERNELS and "attention" not in user_names:
             fixed.append(f"attention={attention}")
@@ -556,7 +539,12 @@ class PlanMixin(LibraryTrainer):
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = why_unsupported(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        problem = why_unsupported(
+            plan,
+            optimizer_given=self._upshift_optimizer_is_given,
+            averages=averages,
+            scales_losses=given_precision(self.args) == "fp16",
+        )
         if problem is not None or self._upshift_is_divided:
             return problem
         return why_cannot_run(plan, self.model)
@@ -571,6 +559,11 @@ class PlanMixin(LibraryTrainer):
         return self._upshift_planned.last_choice is None and (
             self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         )
+
+    @property
+    def _upshift_opens_autocast(self) -> bool:
+        """Return whether the script's own code opens autocast, as far as the loss was measured."""
+        return self._upshift_saw_autocast or is_own(self, "autocast_smart_context_manager", self._upshift_library_class)
 
     @property
     def _upshift_updates_in_backward(self) -> bool:

@@ -36,6 +36,7 @@ from upshift.training.hf_trainer.arguments import (
     check_fixed,
     check_limits,
     chose_recomputation,
+    given_precision,
     local_ranks,
     opt_in_fields,
     recomputes_activations,
@@ -47,12 +48,12 @@ from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
 from upshift.training.hf_trainer.plan_mixin import PlanMixin, PlannedState, as_tuple
+from upshift.training.hf_trainer.precision import forward_in_precision
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, format_autopsy, make_autopsy, read_memory
 from upshift.training.prepare import (
-    autocast,
     chunked_loss,
     compile_layers,
     configure_process,
@@ -157,7 +158,8 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         is_on_cpu = torch.device(self.args.device).type == "cpu"
         limit = limited_memory(local_ranks()) if is_on_cpu else contextlib.nullcontext()
         watched = watched_numerics(self.args, self.model, self.upshift_choice.plan)
-        with self._upshift_plan_applied(self.upshift_choice.plan), limit, watched, self._upshift_watch_steps():
+        plan = self.upshift_choice.plan
+        with self._upshift_plan_applied(plan), self._upshift_in_precision(plan), limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
                 output = super()._inner_training_loop(*arguments, **named)
@@ -230,9 +232,16 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         stack: contextlib.ExitStack = super().compute_loss_context_manager()
         if self.upshift_choice is not None:
-            stack.enter_context(autocast(self.upshift_choice.plan))
             stack.enter_context(losses_in_fp32(self.upshift_choice.plan))
         return stack
+
+    def _upshift_in_precision(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model runs in the plan's precision, if accelerate does not see to it."""
+        if given_precision(self.args) is not None:
+            return contextlib.nullcontext()
+        has_own_step = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
+        reads_outputs = self._upshift_uses_script_loss or has_own_step or self.label_smoother is not None
+        return forward_in_precision(self.model, plan, reads_outputs=reads_outputs)
 
     # The setup by the plan
 
