@@ -226,8 +226,8 @@ BACKWARD_UPDATE_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backw
 
 
 NO_SCALER = (
-    "gradients of fp16 underflow without a loss scaler, and accelerate makes one only for TrainingArguments(fp16=True); set it, or "
-    "use precision=bf16"
+    "gradients of fp16 underflow without a loss scaler, and accelerate makes one only for TrainingArguments(fp16=True); set it, "
+    "or use precision=bf16"
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +79,7 @@ from upshift.training.hf_trainer.loss_split import (
     measure_split,
     raise_for_inputs,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, DataWatch, StateSnapshot, Traces, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
 from upshift.training.hf_trainer.precision import watched_autocast
@@ -151,18 +151,20 @@ class PlanMixin(LibraryTrainer):
         """
         choice = self._upshift_planned.last_choice
         if choice is None or not self._upshift_is_divided:
-            if self.args.world_size > 1:
-                choice = choose_on_rank_0(self._upshift_choose_locally)
+            with preserved_rng():
+                loader = self.get_train_dataloader()  # of all ranks, because these may wait for each other in it
+            if self._upshift_has_ranks:
+                choice = choose_on_rank_0(partial(self._upshift_choose_locally, loader))
             else:
                 with preserved_rng():
-                    choice = self._upshift_choose_locally()
+                    choice = self._upshift_choose_locally(loader)
             problem = self._upshift_why_not(choice[0].plan)
             if problem is not None:
                 raise RequestError(problem)
             self._upshift_planned = replace(self._upshift_planned, last_choice=choice)
         return choice
 
-    def _upshift_choose_locally(self) -> tuple[Choice, Split]:
+    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
         """Choose on this rank alone: the user's own settings where no plan can be made, a given plan, or the planner's."""
         options = self._upshift_planned
         device = torch.device(self.args.device).type
@@ -181,11 +183,11 @@ class PlanMixin(LibraryTrainer):
         if is_own(self, PREPARE_INPUTS.attribute, self._upshift_library_class):
             reason = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
             return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
-        loader = self.get_train_dataloader()
         # Data sets and collators may draw random numbers of their own.
         data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
         try:
-            sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps)
+            watch = DataWatch() if self._upshift_has_ranks or device != "cpu" else None
+            sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps, watch=watch)
         except NoSample as error:
             return self._upshift_keep_settings(plain, str(error), options.is_demanded), Split(None)
         finally:
@@ -237,7 +239,7 @@ class PlanMixin(LibraryTrainer):
         if self._upshift_has_ranks and not plan_can_run:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded)
         try:
-            stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
+            stand_ins = replace(sample, batches=make_stand_ins(sample.batches, self.model))
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
         except InseparableRows as error:
             if options.plan is not None:

@@ -138,6 +138,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         self._upshift_waiting_batches: list[Any] = []
         self._upshift_waiting_items: Any = None  # num_items_in_batch of the step of these batches
         self._upshift_memory_readings: MemoryReadings | None = None  # read when a step ran out of memory
+        self._upshift_num_workers: int | None = None  # processes that draw batches while the plan runs; None: by the arguments
         self._upshift_backward_hooks: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
@@ -168,6 +169,19 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 self._upshift_waiting_batches = []
         output.metrics["planning_runtime"] = round(planning_seconds, 4)  # train_runtime does not include it
         return output
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader as transformers.Trainer does, with the plan's number of workers while a plan runs.
+
+        The number is for the training data alone: nothing was measured of the evaluation.
+        """
+        num_workers = self.args.dataloader_num_workers
+        if self._upshift_num_workers is not None:
+            self.args.dataloader_num_workers = self._upshift_num_workers
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_num_workers = num_workers
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collect the batches of one optimizer step. Compute all of them when the last one arrives.
@@ -256,7 +270,6 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         num_threads = torch.get_num_threads()
         matmul_precision = torch.get_float32_matmul_precision()
         optim = self.args.optim
-        num_workers = self.args.dataloader_num_workers
         attention = ATTENTION.of(base_of(self.model).config)
         uncompiled = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         configure_process(plan)
@@ -265,7 +278,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         if not was_set(self.args, "optim") and plan.optim in {*library_optimizers}:
             self.args.optim = library_optimizers(plan.optim)
         if not was_set(self.args, "dataloader_num_workers"):
-            self.args.dataloader_num_workers = self.upshift_choice.num_workers
+            self._upshift_num_workers = self.upshift_choice.num_workers
         try:
             yield
         finally:
@@ -274,7 +287,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             torch.set_num_threads(num_threads)
             torch.set_float32_matmul_precision(matmul_precision)
             self.args.optim = optim
-            self.args.dataloader_num_workers = num_workers
+            self._upshift_num_workers = None
             if plan.torch_compile != "off":
                 for module in uncompiled:
                     COMPILED_CALL.put(module, None)
