@@ -116,3 +116,25 @@ def test_a_loss_that_is_set_on_the_trainer_is_the_scripts_own(tmp_path: Path) ->
     trainer.compute_loss = types.MethodType(compute_loss, trainer)
     with pytest.raises(RequestError, match="loss_chunk_tokens=512 is not possible: the script's own loss may read all logits"):
         trainer.train()
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_a_measurement_that_runs_out_of_memory_ends_no_script(own_loss: bool, tmp_path: Path) -> None:
+    """The measurement runs in fp32, and may need more memory than the run itself."""
+    is_measured: list[bool] = []
+    trainer = a_trainer(tmp_path, arguments={"remove_unused_columns": False})  # they are those of forward
+    compute_loss = trainer.compute_loss if own_loss else None
+    forward = trainer.model.forward
+
+    def short_of_memory(*inputs: Any, **named: Any) -> Any:
+        if trainer.upshift_choice is None:
+            is_measured.append(True)
+            raise torch.OutOfMemoryError("simulated")
+        return forward(*inputs, **named)
+
+    trainer.model.forward = short_of_memory
+    if compute_loss is not None:
+        trainer.compute_loss = lambda *inputs, **named: compute_loss(*inputs, **named)  # type: ignore[method-assign]
+    trainer.train()
+    assert is_measured and trainer.upshift_choice is not None and trainer.state.global_step == 1
+    assert "ran out of memory" in trainer.upshift_choice.reason and trainer.upshift_choice.planning is None

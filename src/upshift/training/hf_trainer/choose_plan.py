@@ -11,7 +11,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -208,6 +208,34 @@ class Choice:
             return None
         device = host.gpu if self.plan.device == "cuda" else host.cpu
         return device.free_memory_bytes if device else None
+
+
+@dataclass(frozen=True)
+class PlannedState:
+    """The user's options for the plan, and the plan that the last training chose."""
+
+    plan: Plan | None  # the plan to run, if the user gave one
+    fixed: tuple[str, ...]  # fields of the plan, as "field=value"
+    allow: tuple[str, ...]  # changes of the mathematics that the plan may make
+    trial_seconds: float | None  # None: by the length of the run
+    memory_limit_gib: float | None  # None: all free memory
+    last_choice: tuple[Choice, Split] | None = None
+
+    @property
+    def is_demanded(self) -> bool:
+        """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
+        return bool(self.plan is not None or self.fixed or self.allow or self.memory_limit_gib is not None)
+
+    def check(self) -> None:
+        """Raise RequestError for options beside a given plan, which would have no effect."""
+        others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
+        given = [name for name, value in others.items() if value not in ((), None)]
+        if self.plan is not None and given:
+            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
+
+
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values)
 
 
 def shrink_micro_batch(choice: Choice, *, rows: int) -> Choice:

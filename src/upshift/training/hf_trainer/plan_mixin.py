@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -50,6 +50,7 @@ from upshift.training.hf_trainer.choose_plan import (
     WHOLE_LOGITS,
     Choice,
     NoSample,
+    PlannedState,
     PlanRequest,
     Sample,
     check_layer_drop,
@@ -70,9 +71,11 @@ from upshift.training.hf_trainer.choose_plan import (
 from upshift.training.hf_trainer.distributed import choose_on_rank_0
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
+    RAN_OUT,
     LossProbes,
     Split,
     exact_matmuls,
+    free_cached_memory,
     gradient_in_evaluation,
     loss_in_evaluation,
     loss_in_training,
@@ -83,37 +86,10 @@ from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, DataWatch
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
 from upshift.training.hf_trainer.precision import watched_autocast
+from upshift.training.out_of_memory import is_out_of_memory
 
 COLD_SECONDS = 1.0  # a first call that takes longer is not repeated to be measured warm
 STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
-
-
-@dataclass(frozen=True)
-class PlannedState:
-    """The user's options for the plan, and the plan that the last training chose."""
-
-    plan: Plan | None  # the plan to run, if the user gave one
-    fixed: tuple[str, ...]  # fields of the plan, as "field=value"
-    allow: tuple[str, ...]  # changes of the mathematics that the plan may make
-    trial_seconds: float | None  # None: by the length of the run
-    memory_limit_gib: float | None  # None: all free memory
-    last_choice: tuple[Choice, Split] | None = None
-
-    @property
-    def is_demanded(self) -> bool:
-        """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
-        return bool(self.plan is not None or self.fixed or self.allow or self.memory_limit_gib is not None)
-
-    def check(self) -> None:
-        """Raise RequestError for options beside a given plan, which would have no effect."""
-        others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
-        given = [name for name, value in others.items() if value not in ((), None)]
-        if self.plan is not None and given:
-            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
-
-
-def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    return (values,) if isinstance(values, str) else tuple(values)
 
 
 class PlanMixin(LibraryTrainer):
@@ -363,6 +339,8 @@ class PlanMixin(LibraryTrainer):
             split, row_seconds = self._upshift_measure_split(sample, rows, total_steps)
         except InseparableRows as error:
             return None, Split(None, reason=str(error)), seconds
+        if split.reason == RAN_OUT:
+            return rows, split, math.inf
         if split.unit is None and seconds < math.inf:
             return rows, split, seconds
         return rows, split, row_seconds * self._train_batch_size
@@ -376,6 +354,7 @@ class PlanMixin(LibraryTrainer):
         labels = sample.batches[0].get("labels") if self._upshift_counts_items(sample) else None
         num_items = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else None
         loss_of = loss_in_evaluation(self.model, partial(self._upshift_loss_of, total_steps=total_steps, times=times))
+        has_run_out = False
         with self._upshift_leaving_no_trace() as traces:
             try:
                 for _ in range(2):  # the first one is cold
@@ -383,9 +362,13 @@ class PlanMixin(LibraryTrainer):
                     if times[-1] > COLD_SECONDS:
                         break
             except Exception as error:  # the script's loss may not work in evaluation mode
-                raise_for_inputs(error)
+                has_run_out = is_out_of_memory(error)
+                if not has_run_out:
+                    raise_for_inputs(error)
                 times.clear()
-        return min(times, default=math.inf), traces.reason
+        if has_run_out:
+            free_cached_memory()
+        return min(times, default=math.inf), RAN_OUT if has_run_out else traces.reason
 
     def _upshift_loss_of(
         self, inputs: dict[str, Any], items: int | None, *, total_steps: int, times: list[float], step: int = 0
