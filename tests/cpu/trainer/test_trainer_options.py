@@ -138,3 +138,21 @@ def test_a_measurement_that_runs_out_of_memory_ends_no_script(own_loss: bool, tm
     trainer.train()
     assert is_measured and trainer.upshift_choice is not None and trainer.state.global_step == 1
     assert "ran out of memory" in trainer.upshift_choice.reason and trainer.upshift_choice.planning is None
+
+
+@pytest.mark.parametrize("options", [{"fixed": "precision=fp32"}, {"plan": a_plan()}, {"fixed": "attention=sdpa"}, {}])
+def test_the_attention_of_the_script_stays(options: dict[str, Any], tmp_path: Path) -> None:
+    """Scripts load eager attention for its weights, or because sdpa computes something else for their model."""
+    cheap = ("torch_compile=off", "activation_checkpointing=0", "packing=False")
+    if "fixed" in options:
+        options = {"fixed": (options["fixed"], *cheap), "trial_seconds": 0}
+    trainer = a_trainer(tmp_path, **options)
+    trainer.model.set_attn_implementation("eager")
+    used = set()
+    trainer.model.register_forward_hook(lambda model, inputs, outputs: used.add(model.config._attn_implementation))
+    trainer.train()
+    assert trainer.upshift_choice is not None and (trainer.upshift_choice.planning is not None) == ("fixed" in options)
+    fixed = options.get("fixed", ())
+    assert trainer.upshift_choice.plan.attention == ("sdpa" if "attention=sdpa" in fixed or not options else "eager")
+    assert trainer.model.config._attn_implementation == "eager"
+    assert used == ({"eager", "sdpa"} if "attention=sdpa" in fixed else {"eager"})

@@ -27,7 +27,6 @@ from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Attention, Plan
 from upshift.planning.planner import find_host
-from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.batches.stand_ins import make_stand_ins
 from upshift.training.batches.user_batches import InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
@@ -125,6 +124,7 @@ class PlanMixin(LibraryTrainer):
         cannot be met, and NothingFits if no plan fits into memory. If the prediction is of another loss than the run's, the
         user's own settings run instead.
         """
+        self._upshift_keep_attention()
         choice = self._upshift_planned.last_choice
         if choice is None or not self._upshift_is_divided:
             with preserved_rng():
@@ -274,10 +274,26 @@ class PlanMixin(LibraryTrainer):
 
         The script's code may pass the model what one kind of attention reads, such as the borders of texts end to end.
         """
-        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
-        if attention not in get_args(Attention) or any(assignment.startswith("attention=") for assignment in fixed):
+        attention = self._upshift_model_attention
+        if attention is None or any(assignment.startswith("attention=") for assignment in fixed):
             return fixed
         return (*fixed, f"attention={attention}")
+
+    @property
+    def _upshift_model_attention(self) -> str | None:
+        """Return the model's present attention, or None if it is none that plans know."""
+        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
+        return attention if attention in get_args(Attention) else None
+
+    def _upshift_keep_attention(self) -> None:
+        """Put the model's own attention into a given plan that names none.
+
+        transformers gives a model sdpa where it has it, so another attention is the script's choice.
+        """
+        plan = self._upshift_planned.plan
+        attention = self._upshift_model_attention
+        if plan is not None and "attention" not in plan.model_fields_set and attention not in (None, "sdpa"):
+            self._upshift_planned = replace(self._upshift_planned, plan=plan.changed(attention=attention))
 
     def _upshift_plan_request(self, sample: Sample, rows: RowBatch, split: Split, total_steps: int) -> PlanRequest:
         accumulation = self.args.gradient_accumulation_steps
@@ -500,10 +516,7 @@ class PlanMixin(LibraryTrainer):
         is_precision_fixed = any(assignment.startswith("precision=") for assignment in fixed)
         if not is_precision_fixed and self._upshift_opens_autocast:
             fixed.append("precision=fp32")  # the script's own autocast chooses; the plan adds none
-        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
-        if attention in PACKED_KERNELS and "attention" not in user_names:
-            fixed.append(f"attention={attention}")
-        return tuple(fixed)
+        return tuple(fixed) if self._upshift_model_attention == "sdpa" else self._upshift_fix_attention(tuple(fixed))
 
     def _upshift_host(self, *, probe: bool) -> Host:
         """Return the host of all ranks.
