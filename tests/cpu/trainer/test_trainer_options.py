@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig
 from test_trainer import causal_lm
 from transformers import TrainingArguments
 
@@ -156,3 +157,23 @@ def test_the_attention_of_the_script_stays(options: dict[str, Any], tmp_path: Pa
     assert trainer.upshift_choice.plan.attention == ("sdpa" if "attention=sdpa" in fixed or not options else "eager")
     assert trainer.model.config._attn_implementation == "eager"
     assert used == ({"eager", "sdpa"} if "attention=sdpa" in fixed else {"eager"})
+
+
+@pytest.mark.parametrize("engine", ["is_deepspeed_enabled", "is_fsdp_enabled", "parallelism_config"])
+def test_an_engine_of_a_launcher_is_refused_before_the_first_step(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in no field of TrainingArguments: accelerate reads it from the environment, for several GPUs only."""
+
+    class Launched(upshift.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if engine == "parallelism_config":
+                monkeypatch.setattr(Accelerator, engine, property(lambda self: ParallelismConfig(tp_size=2)))
+            else:
+                setattr(self, engine, True)
+
+    task = causal_lm()
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(RequestError, match=r"accelerate runs .* start the script with torchrun"):
+        Launched(model=task.model(), args=arguments, train_dataset=task.data, data_collator=task.collator)

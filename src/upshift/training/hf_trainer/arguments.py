@@ -394,6 +394,25 @@ def check_devices(arguments: Any) -> None:
         )
 
 
+def refuse_other_engines(trainer: Any) -> None:
+    """Raise RequestError if a launcher made accelerate divide the model by another engine.
+
+    TrainingArguments does not show what ``accelerate launch`` and its config file set.
+    """
+    parallelism = trainer.accelerator.parallelism_config
+    engines = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "parallelism_config": parallelism is not None and parallelism.total_size > 1,
+    }
+    for name, is_enabled in engines.items():
+        if is_enabled:
+            raise RequestError(
+                f"accelerate runs {name} here, as its launcher or config file says, and Upshift's plan divides the model itself; "
+                "start the script with torchrun, or with accelerate launch --multi_gpu"
+            )
+
+
 # Fields of fsdp_config. All others control the wrapper of accelerate, so extract_fsdp refuses them.
 HONOURED_FSDP_OPTIONS = (
     "reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",

@@ -40,6 +40,7 @@ from upshift.training.hf_trainer.arguments import (
     local_ranks,
     opt_in_fields,
     recomputes_activations,
+    refuse_other_engines,
     refuse_unsupported,
     was_set,
 )
@@ -126,6 +127,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         options.check()
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
+        refuse_other_engines(self)
         check_devices(self.args)
         optimizer_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         check_limits(memory_limit_gib=options.memory_limit_gib, trial_seconds=options.trial_seconds)
