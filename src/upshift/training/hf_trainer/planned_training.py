@@ -22,7 +22,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.internals.torch_names import COMPILED_CALL
 from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
-from upshift.models.ops.activation_checkpointing import recompute_layers
+from upshift.models.ops.activation_checkpointing import recompute_layers, restored_checkpointing
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
 from upshift.planning.cost.optimizer import rounds_stochastically
@@ -39,7 +39,6 @@ from upshift.training.hf_trainer.arguments import (
     given_precision,
     local_ranks,
     opt_in_fields,
-    recomputes_activations,
     refuse_other_engines,
     refuse_unsupported,
     was_set,
@@ -162,7 +161,9 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         limit = limited_memory(local_ranks()) if is_on_cpu else contextlib.nullcontext()
         watched = watched_numerics(self.args, self.model, self.upshift_choice.plan)
         plan = self.upshift_choice.plan
-        with self._upshift_plan_applied(plan), self._upshift_in_precision(plan), limit, watched, self._upshift_watch_steps():
+        applied = self._upshift_plan_applied(plan)
+        in_precision = self._upshift_in_precision(plan)
+        with restored_checkpointing(self.model), applied, in_precision, limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
                 output = super()._inner_training_loop(*arguments, **named)
@@ -295,8 +296,6 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                     COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
-            if not chose_recomputation(self.args):
-                recompute_layers(self.model, None if recomputes_activations(self.args) else 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
