@@ -108,10 +108,12 @@ class PlanMixin(LibraryTrainer):
     _upshift_library_class: type[transformers.Trainer]
     _upshift_requested_layout: Layout
     _upshift_planned: PlannedState
+    _upshift_made_optimizer: torch.optim.Optimizer | None = None  # by this Trainer
     _upshift_saw_autocast: bool = False  # a module of the model ran under autocast while the script's loss was measured
 
     if TYPE_CHECKING:
 
+        def _upshift_plain_optimizer(self) -> torch.optim.Optimizer: ...
         @property
         def _upshift_has_own_step(self) -> bool: ...
         @property
@@ -553,10 +555,9 @@ class PlanMixin(LibraryTrainer):
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
-        """Return whether the script made the optimizer, and not an earlier training of this Trainer."""
-        return self._upshift_planned.last_choice is None and (
-            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        )
+        """Return whether the script made the optimizer, and not this Trainer, perhaps for an earlier training."""
+        is_made_here = self.optimizer is None or self._upshift_plain_optimizer() is self._upshift_made_optimizer
+        return self.optimizer_cls_and_kwargs is not None or not is_made_here
 
     @property
     def _upshift_opens_autocast(self) -> bool:
