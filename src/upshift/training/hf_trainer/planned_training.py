@@ -47,8 +47,8 @@ from upshift.training.hf_trainer.choose_plan import Choice, PlannedState, as_tup
 from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
+from upshift.training.hf_trainer.patching import forward_in_precision
 from upshift.training.hf_trainer.plan_mixin import PlanMixin
-from upshift.training.hf_trainer.precision import forward_in_precision
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
