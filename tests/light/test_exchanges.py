@@ -168,8 +168,8 @@ def test_groups_of_ranks_by_hand() -> None:
     """Two nodes of eight: two ranks share matrices, two the tokens, two the layers, and two copies divide the weights."""
     layout = Layout(tensor_parallel=2, context_parallel=2, pipeline_parallel=2, fully_shard="weights", shard_size=2)
     assert rank_groups(describe("2x8xh100"), plan_of(16, layout)) == RankGroups(
-        tensor=Group(2, 1, 8), context=Group(2, 2, 8), shard=Group(2, 2, 8), replicas=Group(2, 4, 8), experts=Group(1, 2, 8),
-        pipeline_stride=8,
+        tensor=Group(2, 1, 8), context=Group(2, 2, 8), shard=Group(2, 2, 8), replicas=Group(2, 4, 8), experts=Group(2, 1, 8),
+        pipeline=Group(2, 8, 8),
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def a_byte_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         return num_bytes if group.size > 1 else 0.0
 
     monkeypatch.setattr(communication, "collective_seconds", seconds_of)
-    monkeypatch.setattr(communication, "point_to_point_seconds", lambda host, num_bytes, **place: num_bytes)
+    monkeypatch.setattr(communication, "hop_seconds", lambda host, num_bytes, group: (num_bytes,) * (group.size - 1))
 
 
 def seconds_of(

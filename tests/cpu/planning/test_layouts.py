@@ -249,7 +249,7 @@ def ranks_of(moved: Transfer, plan: Plan) -> tuple[int, ...]:
     """With whom rank 0 exchanges."""
     groups = rank_groups(describe("8xh100"), plan)
     if moved.group == "pipeline":
-        return (0, groups.pipeline_stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
+        return (0, groups.pipeline.stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
     group = getattr(groups, moved.group)
     shared = plan.layout.expert_parallel if moved.same_experts else 1
     return tuple(range(0, group.stride * group.size, group.stride * shared))
