@@ -83,8 +83,8 @@ def test_a_slow_network_makes_each_exchange_slower_whose_ranks_are_on_several_no
     slow = host.changed(inter_node=SLOW)
     fast = host.changed(inter_node=FAST)
     terms = {
-        "tensor parallel": "tensor", "context parallel": "context", "expert parallel": "experts", "pipeline transfers": "pipeline",
-        "gathering weights, reducing gradients": "shard",
+        "tensor parallel": "tensor", "context parallel": "context", "expert parallel": "experts",
+        "pipeline transfers": "pipeline", "gathering weights, reducing gradients": "shard",
     }  # fmt: skip
     seen = set()
     for data, layout in enumerate_layouts(host, MIXTURE, WORKLOAD, ranks=ranks):
