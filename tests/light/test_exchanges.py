@@ -112,6 +112,14 @@ def test_tokens_go_to_their_experts_and_come_back() -> None:
     assert listed(volumes_of(plan).experts()) == []
 
 
+def test_ranks_of_a_tensor_parallel_group_each_send_their_part_of_the_tokens_to_experts() -> None:
+    """Each half of the tokens is computed once. Their results are gathered, where a sum would count them twice."""
+    plan = plan_of(4, Layout(tensor_parallel=2, expert_parallel=2))
+    volumes = volumes_of(plan, MIXTURE)
+    assert listed(volumes.experts()) == [("all_to_all", STATES, 4 * LAYERS)]
+    assert listed(volumes.tensor()) == [("all_reduce", STATES, 2 * LAYERS), ("all_gather", STATES, 2 * LAYERS)]
+
+
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 3), (3, 3)])
 def test_stages_send_states_on_and_gradients_back(rank: int, neighbours: int) -> None:
     layout = Layout(pipeline_parallel=4, pipeline_schedule="interleaved_1f1b", virtual_stages=2)

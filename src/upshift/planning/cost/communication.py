@@ -136,7 +136,8 @@ class Volumes:
 
         With sequence parallelism each pair is a gather and a scatter, without it a sum of the same volume. Recomputed layers
         repeat the exchanges of the forward pass except the last, after which the backward pass needs nothing. An input that is
-        not kept whole is gathered again.
+        not kept whole is gathered again. Where ranks share experts, each has the results of its part of the tokens. They are
+        gathered, and so are the gradients of the tokens.
         """
         layout = self.plan.layout
         hidden = self.hidden_bytes
@@ -144,7 +145,10 @@ class Volumes:
             return
         pairs = PAIRS_A_LAYER * self.layers
         sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        yield Transfer("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.recomputed_share)
+        gathered = self.layers_of_shared_experts
+        yield Transfer("tensor", sums, hidden, 2.0 * (pairs - gathered) + (pairs - self.layers) * self.recomputed_share)
+        if gathered:
+            yield Transfer("tensor", "all_gather", hidden, 2.0 * gathered)
         if layout.sequence_parallel:
             yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
             yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
@@ -186,10 +190,17 @@ class Volumes:
         """
         if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
             return
-        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
-        layers = sum(has_experts[self.stage.first : self.stage.last])
+        layers = self.layers_of_shared_experts
         exchanged = self.hidden_bytes * self.profile.experts.per_token / self.plan.layout.tensor_parallel
         yield Transfer("experts", "all_to_all", exchanged, (4.0 + 2.0 * self.recomputed_share) * layers)
+
+    @property
+    def layers_of_shared_experts(self) -> int:
+        """Return the number of the stage's layers whose experts are shared by expert parallelism."""
+        if self.plan.layout.expert_parallel == 1:
+            return 0
+        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
+        return sum(has_experts[self.stage.first : self.stage.last])
 
     def pipeline(self) -> Iterator[Transfer]:
         """Yield the transfers of hidden states to the next stage and of gradients to the one before."""
