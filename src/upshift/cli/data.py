@@ -77,7 +77,7 @@ def show(
     source = find_model_to_train(model, has_reward_head=options.has_reward_head)
     prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
-        tables.out.print(f"[dim]{_title(number, has_pairs=options.has_pairs)}[/dim]", highlight=False)
+        tables.dim(_title(number, has_pairs=options.has_pairs))
         tables.out.print(_marked_text(parts), soft_wrap=True)
     counts = count_tokens(prepared)
     learned = "drawn at random while the model is trained"

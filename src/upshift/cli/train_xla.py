@@ -164,7 +164,7 @@ def _print_step(step: Any, *, quiet: bool) -> None:
         held_out = "" if step.evaluation_loss is None else f", held-out loss {step.evaluation_loss:.4f}"
         position = f"step {step.step}/{step.max_steps} loss {step.loss:.4f}"
         text = f"{position}, {step.seconds:.2f} s at {step.width} tokens{programs}{held_out}"
-        tables.err.print(f"[dim]{text}[/dim]", highlight=False)
+        tables.dim(text, tables.err)
 
 
 def _print_results(trained: Any, steps: list[Any], seconds: float, *, as_json: bool) -> None:
