@@ -46,6 +46,15 @@ class Ranks(Value):
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
     launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
 
+    def meeting_point(self) -> tuple[str, int]:
+        """Return the address and the port where the ranks meet. Raise RequestError if the launcher names none."""
+        if self.address is None or self.port is None:
+            raise RequestError(
+                f"this is rank {self.rank} of {self.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank "
+                "0 and MASTER_PORT to a port that is free there, for all ranks"
+            )
+        return self.address, self.port
+
 
 RANK_NAMES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -58,10 +67,12 @@ RANK_NAMES = (
 def read_ranks() -> Ranks | None:
     """Return what the launcher says of this process, or None if no launcher started it.
 
-    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets."""
+    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets. A single task of srun or mpirun
+    is no rank: it has no others to meet. A single rank of torchrun is one, because torchrun may start it again."""
     env = os.environ
     for rank, size, local_rank in RANK_NAMES:
-        if rank in env and size in env and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
+        is_single = rank != "RANK" and env.get(size) == "1"
+        if rank in env and size in env and not is_single and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
             run = env.get("TORCHELASTIC_RUN_ID")
             return Ranks(
                 rank=int(env[rank]),

@@ -138,6 +138,9 @@ def to_tfrecord(
     pad_token_id = prepared.objective.pad_token_id
     index = write_records(_examples(prepared, seed), output, pad_token_id=pad_token_id, shards=shards)
     tables.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
+    num_held_out = len(prepared.evaluation or ())
+    if num_held_out:
+        tables.dim(f"{num_held_out:,} sequences are held out for evaluation, and are not written")
 
 
 def _examples(prepared: Any, seed: int) -> Iterator[dict[str, Any]]:

@@ -174,7 +174,9 @@ def _print_results(trained: Any, steps: list[Any], seconds: float, *, as_json: b
     widths = ", ".join(map(str, trained.widths))
     tables.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
     loss = f"{trained.losses[-1]:.4f}" if trained.losses else "unknown"
-    duration = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
+    earlier = len(trained.losses) - len(steps)  # before a resume
+    resumed = f", after {earlier} steps of earlier runs" if earlier else ""
+    duration = f"{len(steps)} steps in {format_seconds(seconds)}{resumed}"
     tables.out.print(f"Loss {loss} after {duration}. Model saved in {trained.model_directory}", highlight=False)
 
 

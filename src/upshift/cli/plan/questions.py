@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import command_line_options, option
+from upshift.cli.options import LAYOUT_FLAGS, command_line_options, option
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
@@ -66,14 +66,14 @@ OF_A_RANKING = ("html", "rows")
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
-    "lock", *OF_SEQUENCES,
+    "lock", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
     "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
-    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, "nproc"),  # it counts processes of one host, and the hosts differ
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
 }
 
