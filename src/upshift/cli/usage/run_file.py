@@ -32,7 +32,10 @@ CONFIG = "config"  # the parameter of a command that reads such files
 INIT = "init"  # the parameter with the file to write
 AXOLOTL = "from_axolotl"  # the parameter with a config of Axolotl
 COMMENT_WIDTH = 100  # columns
-SET_ASIDE = {"resume": "overwrite", "overwrite": "resume", "epochs": "max_steps"}  # what a typed option takes from the file
+SET_ASIDE = {  # by a typed option: the option of the file that it replaces, because the two exclude each other
+    "resume": "overwrite", "overwrite": "resume", "epochs": "max_steps", "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}  # fmt: skip
 BOOL_TAG = "tag:yaml.org,2002:bool"
 NULL_TAG = "tag:yaml.org,2002:null"
 
