@@ -39,7 +39,9 @@ RunDir = Annotated[
         "[RUN_DIR]", "The output folder of a run that hung, was slow or died. Without it: this machine.", panel=Panel.SUBJECT
     ),
 ]
-Quick = Annotated[bool, option("--quick", text="Only read facts, which takes seconds. Measure nothing.", panel=Panel.MEASUREMENT)]
+Quick = Annotated[
+    bool, option("--quick", text="Measure only the disks, with files of 16 MiB. Takes seconds.", panel=Panel.MEASUREMENT)
+]
 Psu = Annotated[
     float | None,
     option(

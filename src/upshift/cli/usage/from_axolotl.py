@@ -16,8 +16,9 @@ import typer
 import yaml
 
 from upshift.cli.usage.axolotl_keys import OFF_VALUES, OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
+from upshift.cli.usage.help_page import CONFIG
 from upshift.cli.usage.messages import WrongValue
-from upshift.cli.usage.run_file import AXOLOTL, CONFIG, FileEntry, file_parameters, key_of, with_entries, without_option
+from upshift.cli.usage.run_file import AXOLOTL, FileEntry, file_parameters, key_of, with_entries, without_option
 from upshift.errors import RequestError
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.text import did_you_mean
