@@ -295,7 +295,7 @@ TWO_ROWS = b'{"text": "one"}\n{"text": "two"}\n'
         ("a.jsonl.gz", gzip.compress(ONE_ROW) + gzip.compress(ONE_ROW), ["one", "one"]),
         ("a.csv", b" \n\ntext\none\n", ["one"]),
         ("a.txt", b'{"a": 1} is an object\nin a text', ['{"a": 1} is an object\nin a text']),
-        ("a.txt", b'{\n "a": 1\n}', ['{\n "a": 1\n}']),
+        ("a.txt", b'{\n "a": 1\n} is an object', ['{\n "a": 1\n} is an object']),
         ("a.txt", b"x" * 2**19, None),
     ],
 )
