@@ -42,6 +42,8 @@ MAX_LABEL_SECONDS = 10.0  # time limit for measuring every label
 LARGER_SCALE = 4.0  # factor on the weights
 GRADIENT_ELEMENTS = 2**22  # limit for the parameters whose gradients are compared
 
+RAN_OUT = "measuring the loss ran out of memory"  # a reason not to split
+
 Inputs = dict[str, Tensor]
 Measured = float | Tensor
 LossOf = Callable[[Inputs, int | None], Measured]  # from the inputs and num_items_in_batch (None: not given)
@@ -114,14 +116,24 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
     try:
         return _measure(rows, probes, pairs)
     except Unsplittable as error:
-        return Split(None, reason=str(error))
+        reason = str(error)
     except Exception as error:  # the script's loss may not work for these rows, or in this mode
         if is_out_of_memory(error):
-            raise
-        if probes.is_library_loss:
-            raise_for_inputs(error)
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        return Split(None, reason=f"the loss could not be measured on two rows: {message}")
+            reason = RAN_OUT
+        else:
+            if probes.is_library_loss:
+                raise_for_inputs(error)
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            reason = f"the loss could not be measured on two rows: {message}"
+    if reason == RAN_OUT:  # not in the except block: there the error still holds the tensors of the failed measurement
+        free_cached_memory()
+    return Split(None, reason=reason)
+
+
+def free_cached_memory() -> None:
+    """Return memory that torch keeps for later tensors to the GPU, so that the training has what it had before."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def raise_for_inputs(error: Exception) -> None:

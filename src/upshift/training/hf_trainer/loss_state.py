@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from upshift.internals.torch_names import tree_leaves
+
 MAX_VALUES = 5000
 MAX_CONTAINER_ITEMS = 1000  # of one container; a longer one holds data, and no state
 MAX_TENSOR_ELEMENTS = 10**6  # of one tensor
@@ -31,6 +33,7 @@ TRAINER_ATTRIBUTES = frozenset(
      "model_wrapped", "optimizer", "processing_class", "state", "train_dataset"}
 )  # fmt: skip
 
+EXCHANGES = ("c10d", "_c10d_functional")  # namespaces of operators
 RANDOM_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -50,9 +53,26 @@ def _state_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any],
 
 def refuse_exchanges(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of torch. Raise RuntimeError if it exchanges data with other ranks, because these may not take part."""
-    if operator.namespace in ("c10d", "_c10d_functional"):
-        raise RuntimeError("the loss exchanges data with other ranks")
+    if operator.namespace in EXCHANGES:
+        raise RuntimeError("the script's code exchanges data with other ranks")
     return operator(*args, **kwargs)
+
+
+class DataWatch:
+    """Watch the operators of torch that draw batches: whether they use a device, or exchange data with other ranks."""
+
+    def __init__(self) -> None:
+        self.device = ""  # the first device beside the CPU
+        self.exchanges = False  # whether an exchange was refused
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator. Raise RuntimeError if it exchanges data with other ranks, because these may not take part."""
+        self.exchanges = self.exchanges or operator.namespace in EXCHANGES
+        result = refuse_exchanges(operator, args, kwargs)
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                self.device = self.device or value.device.type
+        return result
 
 
 @dataclass
