@@ -233,6 +233,15 @@ def test_more_processes_than_cores_take_turns() -> None:
     assert turns.terms["gradient exchange"] > 4 * full.terms["gradient exchange"]
 
 
+@pytest.mark.parametrize(("processes", "limit"), [((), 8), (("num_processes=2",), 4), (("num_processes=8",), 1)])
+def test_far_more_threads_than_cores_are_refused(processes: tuple[str, ...], limit: int) -> None:
+    assert ONE.cpu is not None
+    host = ONE.changed(cpu=ONE.cpu.changed(usable_cores=2))
+    parse_fixed((*processes, f"threads_per_process={limit}"), host, PROFILE, WORKLOAD)
+    with pytest.raises(RequestError, match=rf"threads_per_process={limit + 1} .*the 2 cores of .*use at most {limit}$"):
+        parse_fixed((*processes, f"threads_per_process={limit + 1}"), host, PROFILE, WORKLOAD)
+
+
 def test_slow_links_between_hosts_change_which_layout_is_best() -> None:
     """Whole gradients every step against hidden states between two layers."""
     slow = TWO.changed(inter_node=Link(name="200 Mbit/s", bytes_per_second=25e6, latency_seconds=1e-4, measured=True))

@@ -16,7 +16,7 @@ from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_a
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import InferenceWorkload
-from upshift.planning.inference.planner import InferenceNumbers, InferencePlanning, plan_inference
+from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
 
@@ -76,16 +76,19 @@ def read_workload(
     )
 
 
-def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int, as_json: bool) -> None:
+def run(
+    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool
+) -> None:
+    """Print the ranked plans. ``rows``: how many of them; None: the default of a table, or of a JSON document."""
     source = find_model(model)
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
     if as_json:
-        sys.stdout.write(json.dumps(planning.document()) + "\n")
+        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
         return
-    _print_planning(planning, rows=rows)
+    _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:

@@ -307,15 +307,15 @@ class InferencePlanning:
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
         return numbers_of(candidate, self.host)
 
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document of ``upshift plan --generate --json``."""
+    def document(self, *, num_plans: int = MAX_SHOWN_PLANS) -> dict[str, Any]:
+        """Return the JSON document of ``upshift plan --generate --json``, with at most ``num_plans`` plans."""
         plans: list[dict[str, Any]] = [
             {
                 "plan": candidate.plan.model_dump(mode="json"),
                 "predicted": self.numbers(candidate).model_dump(mode="json"),
                 "reasons": [],
             }
-            for candidate in self.ranking.candidates[:MAX_SHOWN_PLANS]
+            for candidate in self.ranking.candidates[:num_plans]
         ]
         plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {

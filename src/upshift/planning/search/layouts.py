@@ -19,6 +19,7 @@ VIRTUAL_STAGES = (2, 4)
 REQUESTED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overlap")  # only chosen on request
 MAX_PIPELINE = 64
 MAX_PROCESSES_PER_CORE = 4  # more than one only serves to try layouts out, as processes then take turns
+MAX_THREADS_PER_CORE = 4  # of all processes; more than a core's hardware threads only serve to try layouts out
 DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 LARGEST_NAMED = 16  # the largest degree of processes on CPUs that a message names
 DEFAULT_LAYOUT = Layout()
@@ -218,6 +219,22 @@ def check_processes(fixed: dict[str, Any], host: Host) -> None:
                 f"--set num_processes={requested} is more than {MAX_PROCESSES_PER_CORE} for each of the {cores} cores of "
                 f"{host.name}, where they only wait for each other; use at most {max_processes * host.num_nodes}"
             )
+
+
+def check_threads(fixed: dict[str, Any], host: Host) -> None:
+    """Raise RequestError where the processes of a host would have far more threads than it has cores."""
+    requested = fixed.get("threads_per_process")
+    if requested is None or host.cpu is None:
+        return
+    cores = host.cpu.usable_cores
+    processes = host.ranks_per_node(fixed.get("num_processes", host.num_devices if host.device != "cpu" else host.num_nodes))
+    max_threads = max(MAX_THREADS_PER_CORE * cores // processes, 1)
+    if requested > max_threads:
+        of_processes = f" with {processes} processes" if processes > 1 else ""
+        raise RequestError(
+            f"--set threads_per_process={requested}{of_processes} is more than {MAX_THREADS_PER_CORE} threads for each of the "
+            f"{cores} cores of {host.name}, where they only wait for each other; use at most {max_threads}"
+        )
 
 
 def _valid_values(

@@ -33,6 +33,7 @@ READ_CHARACTERS = 2**20
 LONGEST_MARK = 16  # characters that a JSON mark may have, such as -Infinity or \ud83d\ude00
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 ARROW_ROWS = 1024  # rows in memory at once
+FEATHER_V1 = b"FEA1"  # the first bytes of a file of the older format, which Arrow's readers do not read
 
 
 def read_json(file: Path) -> Iterator[Row]:
@@ -299,7 +300,10 @@ def read_arrow(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
     arrow = need_pyarrow("reading .arrow files")
     try:
         with open_data(file) as opened:
-            is_file_format = opened.peek(6)[:6] == b"ARROW1"  # type: ignore[attr-defined]
+            first_bytes = opened.peek(6)  # type: ignore[attr-defined]
+            if first_bytes[: len(FEATHER_V1)] == FEATHER_V1:
+                raise _feather_v1(file)
+            is_file_format = first_bytes[:6] == b"ARROW1"
             if is_file_format:
                 reader = arrow.ipc.open_file(opened)
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -310,6 +314,16 @@ def read_arrow(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
             yield from rows_of_batches((batch.select(columns) for batch in batches), str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "arrow", error) from None
+
+
+def _feather_v1(file: Path) -> RequestError:
+    """Return the error about a file of Feather's first version, with the line of Python that converts it."""
+    names = f"{file.name!r}), {file.name.split('.')[0] + '.parquet'!r}"
+    unpack = "" if data_suffix(file) == file.suffix.lower() else "decompress it, and "
+    return RequestError(
+        f"{file} is a Feather V1 file, and Upshift reads Parquet and Arrow files (Feather V2); {unpack}convert it in Python: "
+        f"import pyarrow.feather, pyarrow.parquet; pyarrow.parquet.write_table(pyarrow.feather.read_table({names})"
+    )
 
 
 def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
