@@ -129,7 +129,7 @@ def test_gloo_is_scaled_from_two_processes() -> None:
     assert collective_seconds(host, "all_reduce", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 0.5 * 1.5)
     assert collective_seconds(host, "all_gather", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 1.0 * 1.5)
     assert collective_seconds(host, "all_reduce", size, Group(2, 1, 192)) == pytest.approx(1e-3 + 0.5 * 2)  # they take turns
-    assert point_to_point_seconds(host, size, stride=1, node_ranks=2) == pytest.approx(1e-3 + 0.25)
+    assert point_to_point_seconds(host, size, between_nodes=False, node_ranks=2, num_senders=1) == pytest.approx(1e-3 + 0.25)
 
 
 def test_a_ring_between_hosts_carries_what_every_rank_sends() -> None:
@@ -231,6 +231,15 @@ def test_more_processes_than_cores_take_turns() -> None:
     for term in ("matrix products", "attention", "dispatch"):
         assert turns.terms[term] == pytest.approx(full.terms[term])
     assert turns.terms["gradient exchange"] > 4 * full.terms["gradient exchange"]
+
+
+@pytest.mark.parametrize(("processes", "limit"), [((), 8), (("num_processes=2",), 4), (("num_processes=8",), 1)])
+def test_far_more_threads_than_cores_are_refused(processes: tuple[str, ...], limit: int) -> None:
+    assert ONE.cpu is not None
+    host = ONE.changed(cpu=ONE.cpu.changed(usable_cores=2))
+    parse_fixed((*processes, f"threads_per_process={limit}"), host, PROFILE, WORKLOAD)
+    with pytest.raises(RequestError, match=rf"threads_per_process={limit + 1} .*the 2 cores of .*use at most {limit}$"):
+        parse_fixed((*processes, f"threads_per_process={limit + 1}"), host, PROFILE, WORKLOAD)
 
 
 def test_slow_links_between_hosts_change_which_layout_is_best() -> None:

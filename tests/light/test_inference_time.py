@@ -141,7 +141,7 @@ def test_tensor_parallel_devices_divide_products_and_sum_twice_a_layer(monkeypat
 def test_stages_of_a_pipeline_each_have_a_part_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step goes through both stages: each reads its weights, for half of the tokens; a sequence alone leaves one idle."""
     monkeypatch.setattr(
-        "upshift.planning.inference.time.point_to_point_seconds", lambda host, num_bytes, *, stride, node_ranks: num_bytes
+        "upshift.planning.inference.time.hop_seconds", lambda host, num_bytes, group: (num_bytes,) * (group.size - 1)
     )
     engine = engine_of(probed(bf16=1e15, memory=1e3, gpus=2), SHAPE._replace(pipeline_parallel=2))
     step = step_of(engine, 4.0, 2.0)

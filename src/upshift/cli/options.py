@@ -19,6 +19,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, WrongValue, check_choice
 from upshift.errors import RequestError
 from upshift.hardware import describe
+from upshift.models.generation_config import WARPERS, changes_sampling
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
 from upshift.models.source import ALL_LINEAR, AdapterOptions
 from upshift.planning.layout import FullyShard
@@ -337,7 +338,7 @@ Json = Annotated[bool, option("--json", text="Print one JSON document to standar
 def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of generation of ``--set`` (NAME=VALUE) by name. A value is JSON, or a text.
 
-    Raise RequestError for an option without a value, or with two."""
+    Raise RequestError for an option without a value or with two, and for greedy decoding with an option of sampling."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
@@ -349,6 +350,13 @@ def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
         if name in options and options[name] != value:
             raise RequestError(f"--set {name}={json.dumps(options[name])} and --set {pair} say two things; leave out one of them")
         options[name] = value
+    if options.get("do_sample") is False:
+        unused = next((name for name in WARPERS if changes_sampling(name, options.get(name))), None)
+        if unused is not None:
+            raise RequestError(
+                f"--set do_sample=False takes the most likely token each time, and --set {unused}={json.dumps(options[unused])} "
+                "changes only what is sampled; leave out one of them"
+            )
     return options
 
 

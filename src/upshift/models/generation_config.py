@@ -43,6 +43,7 @@ LIST_OPTIONS = ("eos_token_id", "stop_strings", "suppress_tokens", "begin_suppre
 START_TOKENS = ("decoder_start_token_id", "bos_token_id")  # the first one that is set
 # Options that only sampling uses.
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+NEUTRAL_WARPERS = (("temperature", 1), ("top_k", 0), ("top_p", 1))  # these keep the probabilities of all tokens
 LENGTHS = ("max_new_tokens", "max_length")
 
 Options = TypeVar("Options", bound=Value)
@@ -168,6 +169,11 @@ def _is_neutral(name: str, value: Any) -> bool:
     if name in NEUTRAL and value == NEUTRAL[name]:
         return True
     return value is None or value is False or (isinstance(value, list | tuple | dict | str) and not value)
+
+
+def changes_sampling(name: str, value: Any) -> bool:
+    """Return whether an option of ``WARPERS`` with this value changes the probabilities of a sampled token."""
+    return not _is_neutral(name, value) and (name, value) not in NEUTRAL_WARPERS
 
 
 def _check_file(

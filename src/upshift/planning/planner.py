@@ -90,9 +90,9 @@ class Planning:
         """Return the predictor of a job's memory by phase."""
         return JobMemory(self.host, self.profile, self.workload)
 
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document of ``upshift plan --json``."""
-        shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
+    def document(self, *, num_plans: int = MAX_SHOWN_PLANS) -> dict[str, Any]:
+        """Return the JSON document of ``upshift plan --json``, with at most ``num_plans`` plans."""
+        shown = self.ranking.candidates[:num_plans]
         plans: list[dict[str, Any]] = [{**self._row(candidate), "reasons": []} for candidate in shown]
         if plans:
             plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]

@@ -8,11 +8,13 @@ import itertools
 import json
 import lzma
 import random
+import warnings
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -333,6 +335,7 @@ def test_tables_and_texts_are_read_as_they_are(name, content, expected, tmp_path
         ("a.jsonl.gz", b'{"text": "a"}\n', ["a.jsonl.gz"]),
         ("a.jsonl.zst", b'{"text": "a"}\n', ["a.jsonl.zst"]),
         ("a.arrow", b"nonsense", ["not a complete arrow"]),
+        ("a.feather", b"FEA1" + bytes(40), ["is a Feather V1 file", "convert", "read_table('a.feather')", "'a.parquet'"]),
         *((f"a{suffix}", b"anything", [suffix, "give"]) for suffix in UNREAD),
     ],
 )  # fmt: skip
@@ -340,6 +343,16 @@ def test_what_cannot_be_read_is_refused_by_name(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     message = refusal(tmp_path / name)
     assert all(word in message for word in words), message
+
+
+def test_the_line_that_converts_a_feather_v1_file_does_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of pyarrow 25 and later
+        pa.feather.write_feather(pa.table({"text": ["one", "two"]}), "a.arrow", version=1)
+        line = refusal(Path("a.arrow")).partition("in Python: ")[2]
+        exec(line)
+    assert texts(Path("a.parquet")) == ["one", "two"]
 
 
 def test_a_text_column_is_for_tables(tmp_path):

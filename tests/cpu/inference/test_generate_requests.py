@@ -330,6 +330,19 @@ def test_two_values_of_one_option(model: str, upshift: Command, options: tuple[A
     assert wrong.code == 2 and said in " ".join(wrong.err.split())
 
 
+@pytest.mark.parametrize("name, value", [("temperature", 0.5), ("top_k", 3), ("top_p", 0.9), ("min_p", 0.1), ("eta_cutoff", 0.1)])
+@pytest.mark.parametrize("command", [("generate", "no-model", "--prompt", "fox"), ("serve", "no-model")])
+def test_greedy_decoding_with_an_option_of_sampling(upshift: Command, command: tuple[str, ...], name: str, value: float) -> None:
+    wrong = upshift(*command, "--set", "do_sample=False", "--set", f"{name}={value}")
+    assert wrong.code == 2 and f"--set {name}={value} changes only what is sampled; leave out" in " ".join(wrong.err.split())
+
+
+def test_greedy_decoding_with_options_that_change_nothing(model: str, upshift: Command) -> None:
+    command = ("generate", model, "--prompt", "fox", "--engine", "torch", "--max-new-tokens", 4, "--json")
+    neutral = [text for pair in ("do_sample=false", "temperature=1.0", "top_k=0", "top_p=1") for text in ("--set", pair)]
+    assert json.loads(upshift(*command, *neutral).out)["text"] == json.loads(upshift(*command).out)["text"]
+
+
 def test_answers_go_on_with_the_same_model_alone(tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much memory is free; not of other weights, another tokenizer, or as a chat."""
     model = save(tmp_path / "model", CONFIGS["llama"])
@@ -357,7 +370,7 @@ def test_answers_go_on_with_the_same_model_alone(tmp_path: Path, upshift: Comman
 def test_quantize_takes_no_chats(model: str, tmp_path: Path, upshift: Command) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}\n' * 3)
     wrong = upshift("quantize", model, "--bits", 8, "--texts", tmp_path / "chats.jsonl", "-o", tmp_path / "new")
-    assert wrong.code == 2 and "has chats; quantize rounds by texts" in " ".join(wrong.err.split())
+    assert wrong.code == 2 and "chats.jsonl line 1 is a chat, and only texts are used here" in " ".join(wrong.err.split())
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

@@ -50,7 +50,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import Planning, find_source, plan_training
+from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -97,7 +97,13 @@ Steps = Annotated[
         panel=Panel.OPTIMIZATION, metavar="N", least=1,
     ),
 ]  # fmt: skip
-Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Panel.OUTPUT, metavar="N", least=1)]
+Rows = Annotated[
+    int | None,
+    option(
+        "--rows", text=f"How many plans to show: {tables.SHOWN_PLANS} if not given, and {MAX_SHOWN_PLANS} with --json.",
+        panel=Panel.OUTPUT, metavar="N", least=1,
+    ),
+]  # fmt: skip
 
 
 @with_layout_flags
@@ -113,7 +119,7 @@ def command(
     max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
-    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
+    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     fixed = tuple(set_ or ())
@@ -155,11 +161,12 @@ def command(
         from upshift.reports.plan.page import write_plan_page
 
         write_plan_page(html, planning, model=model)
-        tables.err.print(f"Page: {html}", markup=False, highlight=False)
+        tables.err.print(f"Page: {html}", highlight=False)
     if as_json:
-        sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
+        document = planning.document(num_plans=rows or MAX_SHOWN_PLANS)
+        sys.stdout.write(json.dumps(document | answers.document()) + "\n")
         return
-    _print_planning(planning, tables.adapter_line(adapter), rows=rows)
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
     answers.print(sample_unit(planning.profile))
 
 
@@ -230,10 +237,10 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
-    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
+    tables.out.print(tables.subject_line(planning.profile.architecture, host, size))
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
-        tables.out.print(f"[dim]Between nodes: {network}[/dim]", highlight=False)
+        tables.dim(f"Between nodes: {network}")
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     tables.out.print(tables.plans_table(planning, rows=rows))
@@ -243,9 +250,9 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     rejected = tables.rejected_table(planning)
     if rejected is not None:
         tables.out.print(rejected)
-    tables.out.print(unknown_memory(host) or planning.shadow_price, markup=False)
+    tables.out.print(unknown_memory(host) or planning.shadow_price)
     for line in tables.uncertainty_lines(numbers):
-        tables.out.print(f"[dim]{line}[/dim]", highlight=False)
+        tables.dim(line)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
         for reason in planning.job_memory.describe_problems(candidate):
             tables.out.print(f"{name}: {reason}", highlight=False)

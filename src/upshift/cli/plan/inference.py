@@ -16,7 +16,7 @@ from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_a
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import InferenceWorkload
-from upshift.planning.inference.planner import InferenceNumbers, InferencePlanning, plan_inference
+from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
 
@@ -76,16 +76,19 @@ def read_workload(
     )
 
 
-def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int, as_json: bool) -> None:
+def run(
+    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool
+) -> None:
+    """Print the ranked plans. ``rows``: how many of them; None: the default of a table, or of a JSON document."""
     source = find_model(model)
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
     if as_json:
-        sys.stdout.write(json.dumps(planning.document()) + "\n")
+        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
         return
-    _print_planning(planning, rows=rows)
+    _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
@@ -95,7 +98,7 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     if workload.task == "generate":
         lengths += f" + {workload.output_length}"
     concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
-    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {lengths} tokens{concurrency}")
+    tables.out.print(tables.subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
     tables.out.print(_plans_table(planning, rows=rows))
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
@@ -109,8 +112,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
         expected_error = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
     unknown = unknown_memory(host)
     if unknown is not None:
-        tables.out.print(unknown, markup=False)
-    tables.out.print(f"[dim]Predicted, untried: {expected_error}.[/dim]")
+        tables.out.print(unknown)
+    tables.dim(f"Predicted, untried: {expected_error}.")
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:

@@ -307,15 +307,15 @@ class InferencePlanning:
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
         return numbers_of(candidate, self.host)
 
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document of ``upshift plan --generate --json``."""
+    def document(self, *, num_plans: int = MAX_SHOWN_PLANS) -> dict[str, Any]:
+        """Return the JSON document of ``upshift plan --generate --json``, with at most ``num_plans`` plans."""
         plans: list[dict[str, Any]] = [
             {
                 "plan": candidate.plan.model_dump(mode="json"),
                 "predicted": self.numbers(candidate).model_dump(mode="json"),
                 "reasons": [],
             }
-            for candidate in self.ranking.candidates[:MAX_SHOWN_PLANS]
+            for candidate in self.ranking.candidates[:num_plans]
         ]
         plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -345,7 +345,10 @@ def plan_inference(
     Raises RequestError for a wrong request, NothingFits with the nearest plan if nothing fits or answers fast enough.
     """
     if source.adapter is not None:
-        raise RequestError(f"{source.reference!r} has an adapter; merge it into its model first, then plan for the merged one")
+        raise RequestError(
+            f"{source.reference!r} is an adapter; write one model of both: upshift merge {source.reference} --output DIR, "
+            "then plan for DIR"
+        )
     read_fixed(fixed, host, workload)  # before the seconds that tracing takes
     profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=(), progress=progress)
     return plan_profile(profile, host, workload, fixed)

@@ -38,7 +38,7 @@ from upshift.planning.plan import (
 )
 from upshift.planning.row_sharing import can_pack, why_never_packed
 from upshift.planning.search.constraints import PACKED_KERNELS, odd_micro_batch, read_base, why_kernel_unusable
-from upshift.planning.search.layouts import check_layout, check_processes, shares_work
+from upshift.planning.search.layouts import check_layout, check_processes, check_threads, shares_work
 from upshift.planning.workload import Workload
 from upshift.text import did_you_mean
 from upshift.value import Value, first_problem
@@ -229,6 +229,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable_fields(), parse_value)
     check_processes(fixed, host)
+    check_threads(fixed, host)
     if quantized and host.device == "cuda" and host.measured is not None:
         check_library("bitsandbytes", purpose="a model in 4 bits", on_gpu=True)
     _check_batches(fixed, host, workload)

@@ -33,6 +33,7 @@ READ_CHARACTERS = 2**20
 LONGEST_MARK = 16  # characters that a JSON mark may have, such as -Infinity or \ud83d\ude00
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 ARROW_ROWS = 1024  # rows in memory at once
+FEATHER_V1 = b"FEA1"  # the first bytes of a file of the older format, which Arrow's readers do not read
 
 
 def read_json(file: Path) -> Iterator[Row]:
@@ -299,7 +300,10 @@ def read_arrow(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
     arrow = need_pyarrow("reading .arrow files")
     try:
         with open_data(file) as opened:
-            is_file_format = opened.peek(6)[:6] == b"ARROW1"  # type: ignore[attr-defined]
+            first_bytes = opened.peek(6)  # type: ignore[attr-defined]
+            if first_bytes[: len(FEATHER_V1)] == FEATHER_V1:
+                raise _feather_v1(file)
+            is_file_format = first_bytes[:6] == b"ARROW1"
             if is_file_format:
                 reader = arrow.ipc.open_file(opened)
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -310,6 +314,16 @@ def read_arrow(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
             yield from rows_of_batches((batch.select(columns) for batch in batches), str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "arrow", error) from None
+
+
+def _feather_v1(file: Path) -> RequestError:
+    """Return the error about a file of Feather's first version, with the line of Python that converts it."""
+    names = f"{file.name!r}), {file.name.split('.')[0] + '.parquet'!r}"
+    unpack = "" if data_suffix(file) == file.suffix.lower() else "decompress it, and "
+    return RequestError(
+        f"{file} is a Feather V1 file, and Upshift reads Parquet and Arrow files (Feather V2); {unpack}convert it in Python: "
+        f"import pyarrow.feather, pyarrow.parquet; pyarrow.parquet.write_table(pyarrow.feather.read_table({names})"
+    )
 
 
 def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
@@ -340,16 +354,23 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
         column = column.combine_chunks()
     if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
         try:  # also for the other kinds of lists: Arrow 26 casts a list_view of bytes to half of its rows
-            values = column.to_pylist()
+            values: list[Any] = column.to_pylist()
         except UnicodeDecodeError:  # Arrow reads files without checking their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
         is_plain = is_number_list(column.type) or not (kinds.is_nested(column.type) or _is_json(column.type))
-        return values if is_plain else [_plain_value(value, column.type) for value in values]
+        if is_plain:
+            return values
+        try:
+            return [_plain_value(value, column.type) for value in values]
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}: column {name!r} holds text that is not valid JSON ({error}); write it again") from None
     numbers = column.flatten()
-    values = numbers.to_numpy(zero_copy_only=False)
+    flat = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
-    arrays: list[Any] = np.split(values, np.cumsum(lengths)[:-1])
-    if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no missing integer, so all became floats
+    arrays: list[Any] = np.split(flat, np.cumsum(lengths)[:-1])
+    if numbers.null_count and kinds.is_boolean(numbers.type):  # numpy has no missing truth value, so all became objects
+        arrays = [array.tolist() if None in array else array.astype(np.bool_) for array in arrays]
+    elif numbers.null_count and not kinds.is_floating(numbers.type):  # nor a missing integer, so all became floats
         arrays = [array if np.isnan(array).any() else array.astype(np.int64) for array in arrays]
     return [None if is_null else array for is_null, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
 
