@@ -12,10 +12,10 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -55,6 +55,8 @@ def forward_in_precision(model: nn.Module, plan: Plan, *, reads_outputs: bool) -
     if plan.precision not in LOW_PRECISIONS:
         yield
         return
+    from accelerate.utils import recursively_apply  # late: without it, upshift.Trainer names its extra
+
     previous = vars(model).get("forward")
     forward = _function_of(model)
 
@@ -64,7 +66,8 @@ def forward_in_precision(model: nn.Module, plan: Plan, *, reads_outputs: bool) -
             return forward(self, *arguments, **named)
         with autocast(plan):
             outputs = forward(self, *arguments, **named)
-        return _in_fp32(outputs, only_scalars=self.training and not reads_outputs)
+        only_scalars = self.training and not reads_outputs
+        return recursively_apply(torch.Tensor.float, outputs, test_type=partial(_is_converted, only_scalars=only_scalars))
 
     # A bound method follows the model into a copy of it.
     model.forward = types.MethodType(forward_of_plan, model)
@@ -91,13 +94,9 @@ def _function_of(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _in_fp32(outputs: Any, *, only_scalars: bool) -> Any:
-    """Return nested outputs with tensors of 16 bits in fp32, or only those without dimensions, such as a loss."""
-
-    def is_converted(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and not (only_scalars and value.ndim)
-
-    return recursively_apply(lambda tensor: tensor.float(), outputs, test_type=is_converted)
+def _is_converted(value: Any, *, only_scalars: bool) -> bool:
+    """Return whether an output has 16 bits. ``only_scalars``: and no dimensions, such as a loss."""
+    return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and not (only_scalars and value.ndim)
 
 
 @dataclass
