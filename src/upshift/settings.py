@@ -46,6 +46,15 @@ class Ranks(Value):
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
     launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
 
+    def meeting_point(self) -> tuple[str, int]:
+        """Return the address and the port where the ranks meet. Raise RequestError if the launcher names none."""
+        if self.address is None or self.port is None:
+            raise RequestError(
+                f"this is rank {self.rank} of {self.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank "
+                "0 and MASTER_PORT to a port that is free there, for all ranks"
+            )
+        return self.address, self.port
+
 
 RANK_NAMES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -55,26 +64,84 @@ RANK_NAMES = (
 )
 
 
+LOCAL_RANK_NAMES = tuple(local_rank for _, _, local_rank in RANK_NAMES)
+MAX_PORT = 2**16 - 1
+MAX_RANKS = 2**31 - 1  # a process group's ranks are 32-bit integers
+
+
 def read_ranks() -> Ranks | None:
     """Return what the launcher says of this process, or None if no launcher started it.
 
-    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets."""
+    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets. A single task of srun or mpirun
+    is no rank: it has no others to meet. A single rank of torchrun is one, because torchrun may start it again. Raise
+    RequestError for variables that are no numbers, that contradict each other, or of which some are missing."""
     env = os.environ
-    for rank, size, local_rank in RANK_NAMES:
-        if rank in env and size in env and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
-            run = env.get("TORCHELASTIC_RUN_ID")
-            return Ranks(
-                rank=int(env[rank]),
-                size=int(env[size]),
-                local_rank=int(env.get(local_rank, "0")),
-                address=env.get("MASTER_ADDR"),
-                port=int(env["MASTER_PORT"]) if "MASTER_PORT" in env else None,
-                local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
-                store_is_there=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                launch=None if run in (None, "", "none") else run,  # none: torchrun was told no --rdzv-id
-            )
+    rows = [row for row in RANK_NAMES if row[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in env]
+    for rank_name, size_name, _ in rows:
+        is_single = rank_name != "RANK" and env.get(size_name) == "1"
+        if rank_name in env and size_name in env and not is_single:
+            return _read_ranks(rank_name, size_name)
+    _check_no_rank(rows[0])
     return None
+
+
+def _check_no_rank(names: tuple[str, str, str]) -> None:
+    """Raise RequestError if some of torchrun's variables are set: the process would train alone beside other ranks."""
+    present = [name for name in names if name in os.environ]
+    if present:
+        missing = " and ".join(name for name in names if name not in os.environ)
+        settings = ", ".join(f"{name}={os.environ[name]}" for name in present)
+        verb = "is" if len(present) == 1 else "are"
+        raise RequestError(
+            f"{settings} {verb} set without {missing}; start the ranks with a launcher such as torchrun, which sets all of "
+            f"{', '.join(names)}, or unset {' and '.join(present)}"
+        )
+
+
+def _read_ranks(rank_name: str, size_name: str) -> Ranks:
+    env = os.environ
+    size = _read_number(size_name, least=1, most=MAX_RANKS)
+    rank = _read_number(rank_name, least=0, most=size - 1, limit=f", because {size_name} is {size}")
+    local_size = _read_number("LOCAL_WORLD_SIZE", least=1, most=size, default=1, limit=f", because {size_name} is {size}")
+    local_rank_name = next((name for name in LOCAL_RANK_NAMES if name in env), None)
+    if local_rank_name is None and size > 1:
+        raise RequestError(
+            f"{rank_name}={rank} and {size_name}={size} are set without LOCAL_RANK, the number of this rank on its host; start "
+            "the ranks with a launcher such as torchrun, or set LOCAL_RANK=0 where each host has one rank"
+        )
+    most_local = local_size - 1 if "LOCAL_WORLD_SIZE" in env else size - 1
+    local_rank = 0 if local_rank_name is None else _read_number(local_rank_name, least=0, most=most_local)
+    run = env.get("TORCHELASTIC_RUN_ID")
+    return Ranks(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        address=env.get("MASTER_ADDR"),
+        port=_read_number("MASTER_PORT", least=1, most=MAX_PORT) if "MASTER_PORT" in env else None,
+        local_size=local_size,
+        store_is_there=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=_read_number("TORCHELASTIC_RESTART_COUNT", least=0, most=MAX_RANKS, default=0),
+        launch=None if run in (None, "", "none") else run,  # none: torchrun was told no --rdzv-id
+    )
+
+
+def _read_number(name: str, *, least: int, most: int, default: int | None = None, limit: str = "") -> int:
+    """Return a variable as a number. Raise RequestError for another text, or for a number outside the bounds.
+
+    ``limit``: why there is an upper bound, after a comma."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        number = int(text or "")
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise RequestError(
+            f"the environment variable {name}={text} is no number from {least} to {most}{limit}; start the ranks with a launcher "
+            f"such as torchrun, which sets it, or unset it"
+        )
+    return number
 
 
 class NcclPaths(Value):
@@ -254,8 +321,10 @@ def read_tensorflow_cluster() -> dict[str, Any]:
     try:
         cluster = json.loads(text) if text else {}
     except json.JSONDecodeError:
-        raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
-    return cluster if isinstance(cluster, dict) else {}
+        raise RequestError(f"TF_CONFIG is no JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
+    if not isinstance(cluster, dict):
+        raise RequestError(f"TF_CONFIG is no JSON object: {text[:60]!r}; set it as tf.distribute says, or unset it")
+    return cluster
 
 
 def read_tpu_name() -> str | None:

@@ -370,7 +370,7 @@ def test_exchanges_that_were_measured_between_the_gpus_count() -> None:
     assert collective_seconds(host, "all_reduce", 3e9, four) == pytest.approx(5e-5 + 1.0)
     # A ring of two moves 1 of the tensor's bytes where that of four moves 1.5.
     assert collective_seconds(host, "all_reduce", 3e9, Group(2, 1, 4)) == pytest.approx(5e-5 + 1 / 1.5)
-    assert point_to_point_seconds(host, 4e9, stride=1, node_ranks=4) == pytest.approx(1e-5 + 1.0)
+    assert point_to_point_seconds(host, 4e9, between_nodes=False, node_ranks=4, num_senders=1) == pytest.approx(1e-5 + 1.0)
     plain = describe("4x4090")
     assert collective_seconds(host, "all_gather", 3e9, four) == collective_seconds(plain, "all_gather", 3e9, four)
     listed = measured_gpus(describe("8xh100"), 8, all_reduce=(1e-5, 1e9))  # and not the fit of other machines

@@ -129,7 +129,7 @@ def test_gloo_is_scaled_from_two_processes() -> None:
     assert collective_seconds(host, "all_reduce", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 0.5 * 1.5)
     assert collective_seconds(host, "all_gather", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 1.0 * 1.5)
     assert collective_seconds(host, "all_reduce", size, Group(2, 1, 192)) == pytest.approx(1e-3 + 0.5 * 2)  # they take turns
-    assert point_to_point_seconds(host, size, stride=1, node_ranks=2) == pytest.approx(1e-3 + 0.25)
+    assert point_to_point_seconds(host, size, between_nodes=False, node_ranks=2, num_senders=1) == pytest.approx(1e-3 + 0.25)
 
 
 def test_a_ring_between_hosts_carries_what_every_rank_sends() -> None:

@@ -12,7 +12,7 @@ from upshift.errors import RequestError
 from upshift.training.data import tokens as data_tokens
 from upshift.training.data.chat_rows import Columns, read_chat
 from upshift.training.data.corpus import IGNORED, _check_ids, _to_integers
-from upshift.training.data.file_content import refuse_json_lines
+from upshift.training.data.file_content import refuse_json_records
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap, with_special_tokens
 from upshift.training.data.tokens import (
     TokenFile,
@@ -164,15 +164,19 @@ def test_columns_of_integers() -> None:
         ('{"a": 1}\n', True, True), ('{"a": 1}', True, True), ('{"a": 1}\n{"b": 2}\n{"c"', False, True),
         ('{"a": 1}\n{"b"', False, False), ('{"a": 1}\nplain\n{"c": 1}\n', True, False), ("plain\n", True, False),
         ('{"a": 1}\n\n{"b": 2}\nplain\n', True, True), ("", True, False), ('{"a": 1', True, False), ("[1]\n", True, False),
+        ('[{"a": 1}, {"b": 2}]', True, True), ('\n[\n  {"a": 1}\n]\n', True, True), ('[{"a": 1},\n {"b"', False, True),
+        ('[{"a": 1} is a record', True, False), ('[["a"]]\n', True, False), ("[{'a': 1}]", True, False),
+        ("[ ] to do", True, False),
+        ('{\n  "a": 1\n}\n', True, True), ('{\n  "a": 1\n}\n', False, False), ('{\n  "a": 1\n}\nand text', True, False),
     ],
 )  # fmt: skip
-def test_text_files_that_hold_json_lines(text: str, is_whole: bool, is_json: bool) -> None:
-    """By the first two lines, or the only one; a line that was cut off says nothing."""
+def test_text_files_that_hold_json_records(text: str, is_whole: bool, is_json: bool) -> None:
+    """By the first two lines, the first entry of an array, or the whole text; what was cut off says nothing."""
     if not is_json:
-        refuse_json_lines(Path("a.txt"), text, is_whole=is_whole)
+        refuse_json_records(Path("a.txt"), text, is_whole=is_whole)
         return
-    with pytest.raises(RequestError, match="let its name end in .jsonl"):
-        refuse_json_lines(Path("a.txt"), text, is_whole=is_whole)
+    with pytest.raises(RequestError, match=r"let its name end in \.jsonl?,"):
+        refuse_json_records(Path("a.txt"), text, is_whole=is_whole)
 
 
 # --- special tokens --------------------------------------------------------------------------------------------------

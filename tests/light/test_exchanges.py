@@ -112,6 +112,14 @@ def test_tokens_go_to_their_experts_and_come_back() -> None:
     assert listed(volumes_of(plan).experts()) == []
 
 
+def test_ranks_of_a_tensor_parallel_group_each_send_their_part_of_the_tokens_to_experts() -> None:
+    """Each half of the tokens is computed once. Their results are gathered, where a sum would count them twice."""
+    plan = plan_of(4, Layout(tensor_parallel=2, expert_parallel=2))
+    volumes = volumes_of(plan, MIXTURE)
+    assert listed(volumes.experts()) == [("all_to_all", STATES, 4 * LAYERS)]
+    assert listed(volumes.tensor()) == [("all_reduce", STATES, 2 * LAYERS), ("all_gather", STATES, 2 * LAYERS)]
+
+
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 3), (3, 3)])
 def test_stages_send_states_on_and_gradients_back(rank: int, neighbours: int) -> None:
     layout = Layout(pipeline_parallel=4, pipeline_schedule="interleaved_1f1b", virtual_stages=2)
@@ -168,8 +176,8 @@ def test_groups_of_ranks_by_hand() -> None:
     """Two nodes of eight: two ranks share matrices, two the tokens, two the layers, and two copies divide the weights."""
     layout = Layout(tensor_parallel=2, context_parallel=2, pipeline_parallel=2, fully_shard="weights", shard_size=2)
     assert rank_groups(describe("2x8xh100"), plan_of(16, layout)) == RankGroups(
-        tensor=Group(2, 1, 8), context=Group(2, 2, 8), shard=Group(2, 2, 8), replicas=Group(2, 4, 8), experts=Group(1, 2, 8),
-        pipeline_stride=8,
+        tensor=Group(2, 1, 8), context=Group(2, 2, 8), shard=Group(2, 2, 8), replicas=Group(2, 4, 8), experts=Group(2, 1, 8),
+        pipeline=Group(2, 8, 8),
     )  # fmt: skip
 
 
@@ -195,7 +203,7 @@ def a_byte_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         return num_bytes if group.size > 1 else 0.0
 
     monkeypatch.setattr(communication, "collective_seconds", seconds_of)
-    monkeypatch.setattr(communication, "point_to_point_seconds", lambda host, num_bytes, **place: num_bytes)
+    monkeypatch.setattr(communication, "hop_seconds", lambda host, num_bytes, group: (num_bytes,) * (group.size - 1))
 
 
 def seconds_of(

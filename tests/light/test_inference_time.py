@@ -141,7 +141,7 @@ def test_tensor_parallel_devices_divide_products_and_sum_twice_a_layer(monkeypat
 def test_stages_of_a_pipeline_each_have_a_part_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step goes through both stages: each reads its weights, for half of the tokens; a sequence alone leaves one idle."""
     monkeypatch.setattr(
-        "upshift.planning.inference.time.point_to_point_seconds", lambda host, num_bytes, *, stride, node_ranks: num_bytes
+        "upshift.planning.inference.time.hop_seconds", lambda host, num_bytes, group: (num_bytes,) * (group.size - 1)
     )
     engine = engine_of(probed(bf16=1e15, memory=1e3, gpus=2), SHAPE._replace(pipeline_parallel=2))
     step = step_of(engine, 4.0, 2.0)
@@ -435,8 +435,10 @@ def test_batches_to_encode_are_no_larger_than_a_replicas_share() -> None:
 
 
 def test_chunks_and_devices() -> None:
-    assert chunk_sizes(WORKLOAD.changed(prompt_length=100, concurrency=21), {}) == [512, 2048]
-    assert chunk_sizes(WORKLOAD.changed(prompt_length=512, concurrency=4), {}) == [512]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=100, concurrency=21), {}) == [512, 2048, 8192]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=512, concurrency=4), {}) == [512, 2048]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=600, concurrency=1), {}) == [512, 2048]
+    assert chunk_sizes(WORKLOAD.changed(prompt_length=9000), {}) == [512, 2048, 8192, 9000]
     assert chunk_sizes(WORKLOAD.changed(concurrency=1), {}) == [512]
     assert chunk_sizes(WORKLOAD, {"prefill_chunk_tokens": 77}) == [77]
     values = {"tensor_parallel": [1, 2, 4], "pipeline_parallel": [1, 3]}

@@ -297,7 +297,7 @@ def test_a_link_without_a_latency_has_none() -> None:
     )  # fmt: skip
     host = gpus.changed(measured=probed)
     assert collective_seconds(host, "all_reduce", 2e9, Group(4, 1, 4)) == pytest.approx(2.0)
-    assert network.point_to_point_seconds(host, 2e9, stride=1, node_ranks=4) == pytest.approx(2.0)
+    assert network.point_to_point_seconds(host, 2e9, between_nodes=False, node_ranks=4, num_senders=1) == pytest.approx(2.0)
 
 
 def test_one_process_on_each_node_exchanges_through_the_network_alone() -> None:

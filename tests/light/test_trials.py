@@ -19,7 +19,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.trials.runner import TrialResult, unfinished_result
 from upshift.planning.trials.select import FIRST_SHARE, Proof, Tried, after_trial, prove
-from upshift.planning.trials.store import read_proof, store_proof
+from upshift.planning.trials.store import read_proof, remove_plan, store_proof
 from upshift.record import Spread
 from upshift.training import held_memory
 
@@ -152,6 +152,34 @@ def test_a_machine_that_stays_busy_is_said_and_not_remembered(tmp_path: Path) ->
     store_proof(tmp_path / "quiet.json", quiet)
     again = read_proof(tmp_path / "quiet.json", planning())
     assert again is not None and again.notes == quiet.notes
+
+
+@pytest.mark.parametrize("limited", ["fields", "memory"])
+def test_after_a_plan_is_removed_the_next_one_has_what_the_user_fixed(tmp_path: Path, limited: str) -> None:
+    """The plain default is the fastest, and breaks the limit. A third of the others break it, too."""
+
+    def breaks(plan: Plan) -> bool:
+        return is_default(plan) or len(plan.label()) % 3 == 0
+
+    def result(plan: Plan, look: int) -> TrialResult:
+        speed = 1e9 if breaks(plan) else predicted(plan)
+        return measured(speed, resident_bytes=200 if breaks(plan) and limited == "memory" else 50)
+
+    limits = {"obeys": lambda plan: not breaks(plan)} if limited == "fields" else {"limit_bytes": 100}
+    path = tmp_path / "proof.json"
+    first = proof(Machine(takes=lambda plan: 1.0, result=result), **limits)
+    assert len(first.tried) > 4 and sum(breaks(entry.candidate.plan) for entry in first.tried) > 1
+    store_proof(path, first)
+    chosen = [first.chosen.candidate.plan]
+    while path.is_file():
+        remove_plan(path, chosen[-1])
+        following = read_proof(path, planning())
+        if following is None:
+            break
+        chosen.append(following.chosen.candidate.plan)
+    assert len(chosen) > 1 and not any(map(breaks, chosen))
+    speeds = [predicted(plan) for plan in chosen]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_a_rough_speed_counts_less_than_a_steady_one() -> None:

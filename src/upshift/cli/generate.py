@@ -104,6 +104,8 @@ def command(
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
+    elif overwrite:
+        raise RequestError("--overwrite is for --output, and the answer to --prompt is printed; leave --overwrite out")
     flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
     generation_options = _merge_options(options or [], flags)
     race_options = {

@@ -139,9 +139,9 @@ def main() -> None:
     """Run the command, print errors in one line each, and exit."""
     quiet_libraries()
     count_gpus_by_bus()
-    ranks = read_ranks()
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:
+        ranks = read_ranks()
         with progress_lines(title, tables.err, is_enabled=ranks is None or ranks.rank == 0):
             code = app(standalone_mode=False)
     except UpshiftError as error:

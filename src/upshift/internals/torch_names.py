@@ -30,6 +30,8 @@ DIVIDED_INSTEAD = "use context_parallel=1 and fully_shard=off"
 FAKE_TENSOR_MODE = Internal("torch", "torch._subclasses.fake_tensor:FakeTensorMode", TRACING)
 FAKE_TENSOR = Internal("torch", "torch._subclasses.fake_tensor:FakeTensor", TRACING)
 FAKE_CACHE_KEY = Internal("torch", "torch._subclasses.fake_tensor:_DispatchCacheKey", "Tracing a model faster")
+FAKE_CACHE_ENTRY = Internal("torch", "torch._subclasses.fake_tensor:_DispatchCacheValidEntry", "Tracing a model faster")
+MAKE_SUBCLASS = Internal("torch", "torch:Tensor._make_subclass", "Tracing a model faster")
 DISPATCH_MODE = Internal("torch", "torch.utils._python_dispatch:TorchDispatchMode", TRACING)
 SCHEMA = Internal("torch", "OpOverload._schema", TRACING)
 OPERATOR = Internal("torch", "OpOverload._overloadpacket", TRACING)

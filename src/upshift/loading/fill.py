@@ -96,16 +96,20 @@ class Filling:
         Raise RequestError for weights of another shape before anything is read."""
         targets_by_group = self._check_shapes()
         self._mappings = SharedMappings(self._mappable_tensors(device_of))
-        total = sum(stored.nbytes for stored in self.tensors.values())
+        total = sum(self._num_bytes(group) for group in self.names.groups if device_of(group.target) is not None)
         bytes_done = 0
         for group, weights in self._read_groups(device_of, targets_by_group):
             for name, tensor in weights.items():
                 SET_TENSOR.get()(self.model, name, tensor, self.info, self._quantizer)
-            bytes_done += sum(self.tensors[name].nbytes for _, name in group.sources)
+            bytes_done += self._num_bytes(group)
             if progress is not None:
                 progress(bytes_done, total)
         self._mappings = SharedMappings([])
         WEIGHT_CONVERSIONS.put(self.model, list(self.names.used_transforms))
+
+    def _num_bytes(self, group: Group) -> int:
+        """Return the bytes of the stored tensors of a group."""
+        return sum(self.tensors[name].nbytes for _, name in group.sources)
 
     def _mappable_tensors(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
         """Yield the stored tensors that keep their dtype and stay on the CPU, so that they can be mapped."""

@@ -286,6 +286,7 @@ class Isolation(Value):
     loss_shifts: bool = Field(True, description="a label is predicted from the labels before it: the loss of next tokens")
     drops_layers: bool = Field(False, description="in training it leaves out whole layers at random (LayerDrop)")
     missing_token_ids: tuple[str, ...] = Field((), description="unset in the config, and a training step fails without them")
+    short_of_memory: bool = Field(False, description="the test ran out of memory, so a later one may prove more")
 
     def why_not_packed(self, kernel: str) -> str | None:
         """Return why texts must not share a row under this attention kernel, or None if they may."""

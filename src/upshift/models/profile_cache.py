@@ -25,7 +25,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 
 FORMAT = "23"  # raise when the meaning of a stored profile changes
-ISOLATION_FORMAT = "2"  # raise when the meaning of a stored isolation changes, and that of profiles does not
+ISOLATION_FORMAT = "3"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)
@@ -50,7 +50,7 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
         return test_source(source, states=states)
 
     identity = (source.model_hash, versions_of(source), states, ISOLATION_FORMAT)
-    return load_or_compute("isolation", identity, Isolation, compute)
+    return load_or_compute("isolation", identity, Isolation, compute, is_final=lambda isolation: not isolation.short_of_memory)
 
 
 def check_token_ids(source: ModelSource, isolation: Isolation) -> None:
@@ -85,8 +85,15 @@ def _positions(source: ModelSource) -> Positions:
     return load_or_compute("positions", (source.model_hash, versions_of(source)), Positions, compute)
 
 
-def load_or_compute(folder: str, identity: tuple[Any, ...], value_type: type[Answer], compute: Callable[[], Answer]) -> Answer:
-    """Return the cached value for this identity. If there is none, compute it and store it."""
+def load_or_compute(
+    folder: str,
+    identity: tuple[Any, ...],
+    value_type: type[Answer],
+    compute: Callable[[], Answer],
+    *,
+    is_final: Callable[[Answer], bool] = lambda value: True,
+) -> Answer:
+    """Return the cached value for this identity. If there is none, compute it, and store it if it ``is_final``."""
     path = read_settings().cache_dir / folder / f"{key_of(*identity)}.json"
     if path.is_file():
         try:
@@ -94,7 +101,8 @@ def load_or_compute(folder: str, identity: tuple[Any, ...], value_type: type[Ans
         except RequestError:
             _delete(path)  # written by another version, or cut short
     value = compute()
-    _write(path, value.to_json().encode())
+    if is_final(value):
+        _write(path, value.to_json().encode())
     return value
 
 

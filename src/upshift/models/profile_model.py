@@ -36,4 +36,7 @@ def profile_model(
             progress=progress,
         )
 
-    return load_or_compute("profiles", identity, ModelProfile, trace)
+    def is_final(profile: ModelProfile) -> bool:
+        return not profile.isolation.short_of_memory
+
+    return load_or_compute("profiles", identity, ModelProfile, trace, is_final=is_final)

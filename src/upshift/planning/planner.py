@@ -56,6 +56,7 @@ class Planning:
     ranking: Ranking
     default: Candidate
     calibration: Calibration = NO_RECORDS  # the candidates are already corrected by it
+    added: tuple[str, ...] = ()  # field=value that the planner fixed, because nothing fits without it
 
     @property
     def best(self) -> Plan:
@@ -168,6 +169,7 @@ def plan_training(
             return _search(source, host, workload, fixed, progress, calibration, selective=True)
         return profile, ranking
 
+    added: tuple[str, ...] = ()
     profile, ranking = search_with(fixed)
     if not ranking.candidates and not fixes_weight_offload(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
@@ -175,6 +177,7 @@ def plan_training(
             _, with_offload = search_with((*fixed, f"{WEIGHT_OFFLOAD}={place}"))
             if with_offload.candidates:
                 ranking = with_offload
+                added = (f"{WEIGHT_OFFLOAD}={place}",)
                 break
     if not ranking.candidates:
         _raise_nothing_fits(ranking, host, profile, workload)
@@ -183,7 +186,7 @@ def plan_training(
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
-    return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
+    return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration, added)
 
 
 def check_device(host: Host, source: ModelSource) -> None:

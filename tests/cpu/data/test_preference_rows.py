@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from chat_models import byte_level_tokenizer, save_model, write_jsonl
-from rich.console import Console
 
 from upshift.cli import tables
 from upshift.cli.data import app
@@ -203,7 +202,7 @@ def test_saved_pairs_come_back(model: Path, tmp_path: Path) -> None:
 def test_the_pairs_are_shown(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [PAIR] * 5)
     printed = io.StringIO()
-    monkeypatch.setattr(tables, "out", Console(file=printed, width=200))
+    monkeypatch.setattr(tables, "out", tables.new_console(file=printed, width=200))
     app(["show", str(model), "--data", str(path), "--objective", "dpo", "--rows", "1"], standalone_mode=False)
     text = printed.getvalue()
     assert "pair 1, chosen\n<s>roads[[ rivers</s>]]\npair 1, rejected\n<s>roads[[ trees</s>]]\n" in text

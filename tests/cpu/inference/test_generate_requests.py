@@ -299,6 +299,11 @@ def test_an_input_is_not_written_over(tmp_path: Path) -> None:
         check_files(tmp_path / "p.jsonl", tmp_path / "other.jsonl", overwrite=True)
 
 
+def test_overwrite_without_a_file_is_refused(upshift: Command) -> None:
+    refused = upshift("generate", "no-model", "--prompt", "fox", "--overwrite")
+    assert refused.code == 2 and "--overwrite is for --output, and the answer to --prompt is printed" in refused.err
+
+
 def test_what_set_says_counts(model: str, upshift: Command) -> None:
     command = ("generate", model, "--prompt", "fox", "--engine", "torch", "--json")
     plain = json.loads(upshift(*command, "--max-new-tokens", 6).out)
@@ -352,7 +357,7 @@ def test_answers_go_on_with_the_same_model_alone(tmp_path: Path, upshift: Comman
 def test_quantize_takes_no_chats(model: str, tmp_path: Path, upshift: Command) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}\n' * 3)
     wrong = upshift("quantize", model, "--bits", 8, "--texts", tmp_path / "chats.jsonl", "-o", tmp_path / "new")
-    assert wrong.code == 2 and "has chats; quantize rounds by texts" in " ".join(wrong.err.split())
+    assert wrong.code == 2 and "chats.jsonl line 1 is a chat, and only texts are used here" in " ".join(wrong.err.split())
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

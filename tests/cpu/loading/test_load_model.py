@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from math import prod
@@ -302,6 +303,16 @@ def test_progress_is_in_bytes_and_ends_with_all_of_them(kind, folders, tmp_path)
     load_model(str(folder), **options, progress=lambda done, total: seen.append((done, total)))
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] <= total < 1.3 * seen[-1][1]
+
+
+def test_progress_ends_with_all_that_is_read_where_tensors_are_skipped(folders, tmp_path):
+    """One stored tensor belongs to no part of the model, and one weight stays empty."""
+    seen: list[tuple[int, int]] = []
+    tensors = {name: tensor for file in folders("llama").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(tensors | {"of_another_model.weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folders("llama") / "config.json", tmp_path)
+    load_model(str(tmp_path), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 MEASURE = """

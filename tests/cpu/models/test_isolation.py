@@ -282,3 +282,20 @@ def test_reasons_name_the_kernel():
     assert isolation.why_not_packed("sdpa") is None and isolation.why_not_packed("eager") == "it leaks"
     assert "were not tested with block" in str(isolation.why_not_packed("block"))
     assert replace(Split("labels"), isolation=isolation).isolation is isolation
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize("method", ["_run", "_packed_results", "_loss"])
+def test_a_test_that_ran_out_of_memory_is_not_stored(
+    error: Exception, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    transformers.LlamaConfig(**DECODER, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"upshift.models.isolation.check._Probe.{method}", fail)
+        short = isolation_of(find_model(str(tmp_path)))
+    assert short.short_of_memory and not short.proven and "out of memory" in short.reason and not short.packing
+    assert isolation_of(find_model(str(tmp_path))).proven

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
-from upshift.internals.torch_names import FAKE_TENSOR_MODE
+from upshift.internals.torch_names import FAKE_TENSOR_MODE, STORAGE
 from upshift.models.profile import Variant
 from upshift.models.source import find_model
 from upshift.models.tracing.fast_fake_mode import fake_mode
@@ -57,3 +59,38 @@ def test_shorter_keys_give_the_numbers_of_torchs_keys(tmp_path: Path) -> None:
     for variant in (VARIANT, VARIANT._replace(precision="fp32", attention="eager", masked=True)):
         runs = [each.measure(variant, batch=2, sequence=48, recompute="full") for each in (tracer, torchs)]
         assert runs[0] == runs[1]
+
+
+def describe_results(mode: Any) -> list[Any]:
+    """Return layouts and sharing of results of new tensors, views, operators in place, and operators with several results."""
+    described: list[Any] = []
+    with mode:
+        for _ in range(3):  # the first run fills torch's cache
+            whole = torch.ones(4, 6)
+            part = whole[1:, ::2]
+            added = part.add_(1)
+            norm, mean, _ = torch.native_layer_norm(part, [3], None, None, 1e-5)
+            for tensor in (whole, part, added, part.t(), part.to(torch.bfloat16), norm, mean, *whole.split([1, 3])):
+                shares = STORAGE.of(tensor.untyped_storage()) == STORAGE.of(whole.untyped_storage())
+                described.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset(), shares))
+            described.append(added is part)
+    return described
+
+
+def test_results_without_torchs_calls_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs_class = FAKE_TENSOR_MODE.get()
+    expected = describe_results(torchs_class())
+    operators = []
+    dispatch = torchs_class.__torch_dispatch__
+
+    def count(self: Any, function: Any, *others: Any) -> Any:
+        operators.append(function)
+        return dispatch(self, function, *others)
+
+    mode = fake_mode()
+    describe_results(mode)
+    monkeypatch.setattr(torchs_class, "__torch_dispatch__", count)
+    assert describe_results(mode) == expected
+    by_torch = len(operators)
+    describe_results(torchs_class())
+    assert 0 <= by_torch < 0.6 * (len(operators) - by_torch)

@@ -50,7 +50,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 VARIANTS = {
     "llama": (Variant("fp32", "sdpa", False, divided=True), Variant("bf16-pure", "sdpa", False)),
     "qwen2 tied": (Variant("fp32", "sdpa", False, divided=True),),
-    "mixture": (Variant("fp32", "sdpa", False),),
+    "mixture": (Variant("fp32", "sdpa", False, divided=True),),
 }
 
 
@@ -120,10 +120,12 @@ REAL = {
     "tensor x ulysses": Case(4, Layout(tensor_parallel=2, **ULYSSES)),
     "zero3 x experts": Case(4, sharded(4, expert_parallel=2), "mixture"),
 }
-EXCHANGED = {  # nobody traced these precisions
+EXCHANGED = {  # their memory is not traced
     "tensor, bf16": Case(2, Layout(tensor_parallel=2), precision="bf16"),
     "sequence, bf16": Case(2, Layout(**SEQUENCE_PARALLEL), precision="bf16"),
     "ulysses, bf16": Case(2, Layout(**ULYSSES), precision="bf16"),
+    "tensor x experts": Case(4, Layout(tensor_parallel=2, expert_parallel=2), "mixture"),
+    "sequence x experts, recomputed": Case(4, Layout(**SEQUENCE_PARALLEL, expert_parallel=2), "mixture", recomputed=LAYERS),
     "zero1 with master weights": Case(2, sharded(2, "optimizer", master_weights=True), precision="bf16"),
 }
 FAKE = {
@@ -249,7 +251,7 @@ def ranks_of(moved: Transfer, plan: Plan) -> tuple[int, ...]:
     """With whom rank 0 exchanges."""
     groups = rank_groups(describe("8xh100"), plan)
     if moved.group == "pipeline":
-        return (0, groups.pipeline_stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
+        return (0, groups.pipeline.stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
     group = getattr(groups, moved.group)
     shared = plan.layout.expert_parallel if moved.same_experts else 1
     return tuple(range(0, group.stride * group.size, group.stride * shared))

@@ -16,7 +16,7 @@ from test_train import home  # noqa: F401
 
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.layout import Layout
-from upshift.planning.plan import Plan
+from upshift.planning.plan import ALONE, Plan
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.elastic.supervisor import WORKER, check_healing, fixed_for_healing
@@ -139,9 +139,16 @@ def test_what_cannot_heal(fields: dict[str, Any], words: str, monkeypatch: pytes
         check_healing(plan_with())
 
 
+@pytest.mark.parametrize("name", [*ALONE.model_dump(), "optimizer_in_backward"])
+def test_a_field_that_cannot_heal_is_refused_before_anything_is_planned(name: str) -> None:
+    value = next(value for value in ("2", "true", "other") if value != str(ALONE.model_dump().get(name, "false")).lower())
+    with pytest.raises(RequestError, match=rf"--heal needs {name}=.* and {name}={value} was given; leave it out, or --heal"):
+        fixed_for_healing((f"{name}={value}",), launched=False)
+
+
 def test_only_whole_copies_are_planned() -> None:
-    fixed = fixed_for_healing(("tensor_parallel=2", "num_processes=2"), launched=False)
-    assert fixed[:2] == ("tensor_parallel=2", "num_processes=2")
-    assert "fully_shard=no" in fixed and "optimizer_in_backward=false" in fixed and "tensor_parallel=1" not in fixed
+    fixed = fixed_for_healing(("tensor_parallel=1", "sequence_parallel=False", "num_processes=2"), launched=False)
+    assert fixed[:3] == ("tensor_parallel=1", "sequence_parallel=False", "num_processes=2")
+    assert "fully_shard=no" in fixed and "optimizer_in_backward=false" in fixed and fixed.count("tensor_parallel=1") == 1
     with pytest.raises(RequestError, match="a launcher did here; use upshift train --nproc 2 --heal alone"):
         fixed_for_healing((), launched=True)

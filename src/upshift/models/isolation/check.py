@@ -40,6 +40,7 @@ from upshift.models.build import (
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
+from upshift.models.isolation.memory_shortage import raise_if_out_of_memory
 from upshift.models.isolation.seq2seq import measure_seq2seq
 from upshift.models.isolation.small_copy import narrow_copies, plain_token_ids, randomize_weights
 from upshift.models.isolation.token_ids import missing_token_ids
@@ -69,7 +70,11 @@ logger = logging.getLogger(__name__)
 
 def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> Isolation:
     """Return the result of the test. ``objective`` is None if the model outputs hidden states and needs no loss."""
-    isolation = _measure_rows(config, model_class, objective)
+    try:
+        isolation = _measure_rows(config, model_class, objective)
+    except MemoryError:
+        reason = "the test ran out of memory"
+        return Isolation(reason=reason, left_padding=f"it was not tested: {reason}", short_of_memory=True)
     if objective is None or not drops_layers(config, model_class):
         return isolation
     return isolation.model_copy(update={"drops_layers": True})
@@ -100,6 +105,7 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
                 isolation = probe.isolation()
                 return isolation.model_copy(update={"by_token": by_token, "left_padding": left, "shortest": shortest})
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
+                raise_if_out_of_memory(error)
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
                 reason = f"no small copy of the model runs: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     if left is None:
@@ -147,6 +153,7 @@ def _first_length(run: Callable[[int], object]) -> int | None:
         try:
             run(length)
         except Exception as error:  # each class fails in its own way on a text that is too short for it
+            raise_if_out_of_memory(error)
             logger.debug("%d tokens are not computed: %s", length, error)
             first = length + 1
         if length == first + ENOUGH_LENGTHS - 1:
@@ -242,6 +249,7 @@ class _Probe:
                 return "a text in a row gives other results than alone"
             return ""
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise_if_out_of_memory(error)
             return f"a row of two texts does not run: {' '.join(str(error).split())[:120]}"
 
     def _initial_packing_problem(self) -> str:
@@ -352,6 +360,7 @@ class _Probe:
         try:
             output: Any = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
         except Exception as error:  # transformers does not generate with every class, and each fails in its own way
+            raise_if_out_of_memory(error)
             logger.debug("%s does not generate: %s", type(self.model).__name__, error)
             return False
         return not _is_close(output.logits[0][0], expected)
@@ -377,6 +386,7 @@ class _Probe:
                 results.append(self._run(ids[:, start:end], **arguments)[:, -1])
                 start = end
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise_if_out_of_memory(error)
             return f"with a cache {len(texts)} texts do not run: {' '.join(str(error).split())[:120]}"
         last = torch.stack(results, dim=1)
         is_same = all(_is_close(last[row], self._separate_results(text)[-len(results) :]) for row, text in enumerate(texts))

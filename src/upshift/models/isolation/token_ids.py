@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.models.build import build_model, sample_inputs
+from upshift.models.isolation.memory_shortage import raise_if_out_of_memory
 from upshift.models.profile import Objective
 
 ROWS = 2  # some models need a token id for several rows only
@@ -71,5 +72,6 @@ def _runs(config: PretrainedConfig, model_class: type[PreTrainedModel], objectiv
         with torch.no_grad():
             return model(**inputs).loss is not None
     except Exception as error:  # each class fails in its own way without a token id
+        raise_if_out_of_memory(error)
         logger.debug("%s does not run: %s", model_class.__name__, error)
         return False

@@ -2,8 +2,8 @@
 """Make fake tensors faster than torch does, with the same results.
 
 torch keeps the result of each operator on fake tensors in a cache. A third of a trace's time goes to the cache's keys, which hold
-17 facts about each tensor, and a tenth to new results. Tensors of the common kind differ in eight facts. Everything else gets
-torch's own key.
+17 facts about each tensor, and as much to the calls around the cache and to new results. Tensors of the common kind differ in
+eight facts. An operator on such tensors is looked up at once, and its results are made of torch's entry. torch runs all others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from upshift.errors import MissingInternal
-from upshift.internals.torch_names import FAKE_CACHE_KEY, FAKE_TENSOR, FAKE_TENSOR_MODE
+from upshift.internals.torch_names import FAKE_CACHE_ENTRY, FAKE_CACHE_KEY, FAKE_TENSOR, FAKE_TENSOR_MODE, MAKE_SUBCLASS
 
 MARK = "upshift"  # the first part of our keys in torch's cache
+MISSING = object()  # in place of results that torch must make
 PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
@@ -33,31 +34,83 @@ def _fast_class() -> Any:
     try:
         fast_class = _make_class(FAKE_TENSOR_MODE.get(), FAKE_TENSOR.get(), FAKE_CACHE_KEY.get())
         with fast_class():
-            sums = [torch.ones(2, 3) + torch.ones(3) for _ in range(2)]  # the second comes from the cache
+            sums = [torch.ones(2, 3) + torch.ones(3) for _ in range(3)]  # two come from the cache
     except (MissingInternal, TypeError, AttributeError):
         return None
     return fast_class if all(total.shape == (2, 3) for total in sums) else None
 
 
+class _Results:
+    """Make an operator's results of an entry of torch's cache."""
+
+    def __init__(self, fake_tensor: Any) -> None:
+        self._fake_tensor = fake_tensor
+        self._make_subclass = MAKE_SUBCLASS.get()
+        self._entry_class = FAKE_CACHE_ENTRY.get()
+        self._attributes: dict[str, Any] | None = None  # of every fake CPU tensor without values
+
+    def make(self, mode: Any, entry: Any, args: Any) -> Any:
+        """Return the results that the entry describes, or MISSING if torch must make them."""
+        if type(entry) is not self._entry_class:
+            return MISSING
+        outputs = tuple(self._output(mode, facts, args) for facts in entry.output_infos)
+        if any(output is MISSING for output in outputs):
+            return MISSING
+        return outputs if entry.is_output_tuple else outputs[0]
+
+    def _output(self, mode: Any, entry: Any, args: Any) -> Any:
+        if entry.inplace_idx is not None:
+            return args[entry.inplace_idx]
+        facts = entry.metadata
+        if facts is None or facts.requires_grad or facts.is_conj or facts.is_neg or facts.device.type != "cpu":
+            return MISSING
+        result = torch.empty_strided(facts.shape, facts.stride, dtype=facts.dtype, device="meta")
+        if entry.view_idx is not None:
+            result.set_(args[entry.view_idx].untyped_storage(), facts.storage_offset, facts.shape, facts.stride)
+        if self._attributes is None:
+            first = self._fake_tensor(mode, result, facts.device)
+            self._attributes = dict(vars(first))
+            return first
+        output = self._make_subclass(self._fake_tensor, result, False, dispatch_device=True, device_for_backend_keys=facts.device)
+        vars(output).update(self._attributes)
+        return output
+
+
 def _make_class(base: Any, fake_tensor: Any, key_class: Any) -> Any:
     class FastFakeMode(base):  # type: ignore[misc]
-        """Override two methods of torch's mode. If a torch release renames them, torch's own methods run."""
+        """Look an operator up before torch's mode does. If a torch release changes its cache, torch's own methods run."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._results = _Results(fake_tensor)  # one for each mode, which is an attribute of its tensors
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Return False, because nothing is compiled in this mode. PyTorch would wrap __torch_dispatch__ in a guard."""
+            return False
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            key = _fast_key(self, function, args, kwargs)
+            if key is not None:
+                results = self._results.make(self, base.cache.get(key_class(key)), args)
+                if results is not MISSING:
+                    return results
+            return super().__torch_dispatch__(function, types, args, kwargs)
 
         def _cache_key(self, state: Any, function: Any, args: Any, kwargs: Any) -> Any:
-            parts = [MARK, function, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-            if self.shape_env is None and _describe(parts, args, self) and _describe(parts, kwargs.items(), self):
-                return key_class(tuple(parts))
-            return super()._cache_key(state, function, args, kwargs)
-
-        def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, function: Any, args: Any) -> Any:
-            facts = entry.metadata
-            is_new = facts is not None and entry.inplace_idx is None and entry.view_idx is None
-            if not is_new or key.key[0] != MARK or facts.requires_grad or facts.is_conj or facts.is_neg:
-                return super()._get_output_tensor_from_cache_entry(state, entry, key, function, args)
-            result = torch.empty_strided(facts.shape, facts.stride, dtype=facts.dtype, device="meta")
-            return fake_tensor(self, result, facts.device)
+            key = _fast_key(self, function, args, kwargs)
+            return key_class(key) if key is not None else super()._cache_key(state, function, args, kwargs)
 
     return FastFakeMode
+
+
+def _fast_key(mode: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """Return what decides an operator's results, or None if an argument is of another kind."""
+    parts = [MARK, function, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    if mode.shape_env is None and _describe(parts, args, mode) and _describe(parts, kwargs.items(), mode):
+        return tuple(parts)
+    return None
 
 
 def _describe(parts: list[Any], values: Iterable[Any], mode: Any) -> bool:

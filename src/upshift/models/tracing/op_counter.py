@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,15 @@ def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
+def _append_tensors(tensors: list[torch.Tensor], values: Iterable[Any]) -> None:
+    """Append the tensors among an operator's arguments. These are tensors, numbers, and lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            _append_tensors(tensors, value)
+
+
 class LiveTracker:
     """A dispatch mode that counts the bytes of all referenced storages that operators returned while it was active.
 
@@ -145,6 +154,7 @@ class LiveTracker:
         self.intervals: list[tuple[str, Interval]] = []
         self._storages: dict[int, Any] = {}
         self._owners: dict[int, Interval | None] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
         self._current: Interval | None = None
         self._releasing = False
 
@@ -185,11 +195,12 @@ class LiveTracker:
             size = self._storages[key] = self.sizes.storage(tensor)
             self._owners[key] = self._current
             self.live_bytes = self.live_bytes + size
-            weakref.finalize(storage, self._remove, key)
+            self._watches[key] = weakref.ref(storage, lambda _: self._remove(key))
 
     def _remove(self, key: int) -> None:
         size = self._storages.pop(key, 0)
         owner = self._owners.pop(key, None)
+        self._watches.pop(key, None)
         self.live_bytes = self.live_bytes - size
         if self._releasing and owner is not None:
             owner.released = owner.released + size
@@ -247,7 +258,9 @@ class LiveTracker:
         if function.is_view or not outputs:
             return
         interval.num_kernels += 1
-        touched = outputs + [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        touched = list(outputs)
+        _append_tensors(touched, args)
+        _append_tensors(touched, kwargs.values())
         num_bytes = sum(self._touched_bytes(tensor) for tensor in touched)
         number = self.sizes.number
         attention = _attention_flops(function, args, kwargs)
@@ -267,5 +280,8 @@ class LiveTracker:
 
     def _touched_bytes(self, tensor: torch.Tensor) -> Any:
         """Return the bytes of a tensor that a kernel reads. An expanded dimension is read once."""
-        read_sizes = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        strides = tensor.stride()
+        read_sizes: Iterable[int] = tensor.shape
+        if 0 in strides:
+            read_sizes = tuple(size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
         return self.sizes.elements(read_sizes, tensor.element_size())

@@ -86,15 +86,29 @@ def explain_choice(planning: Planning, choice: str, *, fixed: tuple[str, ...], t
     other_fixed = tuple(text for text in fixed if text.partition("=")[0] != field)
     try:
         profile = _profile(planning, workload, fixed, (*other_fixed, choice), trace)
-        chosen = parse_fixed((*other_fixed, choice), host, profile, workload)
-        ranking = _search_again(planning, host, profile, workload, chosen)
+        ranking = _search_again(planning, host, profile, workload, (*other_fixed, choice))
     except RequestError as problem:
         return Counterfactual(asked=choice, outcome="not possible", allow=needed_allow, why=_without_set_option(problem))
     return _answer(planning, choice, field, needed_allow, ranking)
 
 
-def _search_again(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
-    """Return the ranking of a new search, corrected and checked as the planning's own ranking."""
+def _search_again(
+    planning: Planning, host: Host, profile: ModelProfile, workload: Workload, assignments: tuple[str, ...]
+) -> Ranking:
+    """Return the ranking of a new search, corrected and checked as the planning's own ranking.
+
+    What the planner fixed because nothing fits without it is fixed here for the same reason alone.
+    """
+    fixed_fields = {text.partition("=")[0] for text in assignments}
+    added = tuple(text for text in planning.added if text.partition("=")[0] not in fixed_fields)
+    ranking = _search(planning, host, profile, workload, assignments)
+    if added and not ranking.candidates:
+        return _search(planning, host, profile, workload, (*assignments, *added))
+    return ranking
+
+
+def _search(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, assignments: tuple[str, ...]) -> Ranking:
+    chosen = parse_fixed(assignments, host, profile, workload)
     ranking = search(host, profile, workload, fixed=chosen)
     return calibrate_and_filter(ranking, host, profile, workload, planning.calibration, num_plans=1)
 
@@ -227,10 +241,9 @@ def _other_differences(best: Plan, candidate: Plan, choice: str) -> list[str]:
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:
     """Return one price for each change that could matter here. Links that the host does not have are left out."""
-    chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _better_hosts(planning.host):
-        ranking = _search_again(planning, host, planning.profile, planning.workload, chosen)
+        ranking = _search_again(planning, host, planning.profile, planning.workload, fixed)
         prices.append(_shadow_price(planning, change, ranking))
     for name in changes_of_mathematics():
         if name in planning.workload.allow:
@@ -275,8 +288,7 @@ def _price_of_change(planning: Planning, name: str, fixed: tuple[str, ...]) -> S
     problem = None
     for added in _assignments_allowed_by(name):
         try:  # a field that the user fixed is refused
-            chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
-            ranking = _search_again(planning, planning.host, planning.profile, workload, chosen)
+            ranking = _search_again(planning, planning.host, planning.profile, workload, (*fixed, added))
         except MissingExtra as missing:
             problem = str(missing)
             continue

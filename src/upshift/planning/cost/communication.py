@@ -23,7 +23,7 @@ from upshift.hardware.spec import Collective, Host
 from upshift.hardware.spec import Exchange as Operation
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.memo import Memo
-from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
+from upshift.planning.cost.network import Group, collective_seconds, hop_seconds
 from upshift.planning.cost.parallel_trace import expert_elements, layers_with_experts
 from upshift.planning.cost.partition import (
     MASTERED_BYTES,
@@ -136,7 +136,8 @@ class Volumes:
 
         With sequence parallelism each pair is a gather and a scatter, without it a sum of the same volume. Recomputed layers
         repeat the exchanges of the forward pass except the last, after which the backward pass needs nothing. An input that is
-        not kept whole is gathered again.
+        not kept whole is gathered again. Where ranks share experts, each has the results of its part of the tokens. They are
+        gathered, and so are the gradients of the tokens.
         """
         layout = self.plan.layout
         hidden = self.hidden_bytes
@@ -144,7 +145,10 @@ class Volumes:
             return
         pairs = PAIRS_A_LAYER * self.layers
         sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        yield Transfer("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.recomputed_share)
+        gathered = self.layers_of_shared_experts
+        yield Transfer("tensor", sums, hidden, 2.0 * (pairs - gathered) + (pairs - self.layers) * self.recomputed_share)
+        if gathered:
+            yield Transfer("tensor", "all_gather", hidden, 2.0 * gathered)
         if layout.sequence_parallel:
             yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
             yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
@@ -180,13 +184,23 @@ class Volumes:
         yield Transfer("context", "send", 2.0 * local_hidden * keys / queries, (3.0 + self.recomputed_share) * ring_steps)
 
     def experts(self) -> Iterator[Transfer]:
-        """Yield the exchanges of experts. Tokens go to their experts and come back, and so do gradients."""
+        """Yield the exchanges of experts. Tokens go to their experts and come back, and so do gradients.
+
+        Ranks of a tensor-parallel group have the same tokens. Each of them sends its part of the tokens.
+        """
         if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
             return
-        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
-        layers = sum(has_experts[self.stage.first : self.stage.last])
-        exchanged = self.hidden_bytes * self.profile.experts.per_token
+        layers = self.layers_of_shared_experts
+        exchanged = self.hidden_bytes * self.profile.experts.per_token / self.plan.layout.tensor_parallel
         yield Transfer("experts", "all_to_all", exchanged, (4.0 + 2.0 * self.recomputed_share) * layers)
+
+    @property
+    def layers_of_shared_experts(self) -> int:
+        """Return the number of the stage's layers whose experts are shared by expert parallelism."""
+        if self.plan.layout.expert_parallel == 1:
+            return 0
+        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
+        return sum(has_experts[self.stage.first : self.stage.last])
 
     def pipeline(self) -> Iterator[Transfer]:
         """Yield the transfers of hidden states to the next stage and of gradients to the one before."""
@@ -313,7 +327,7 @@ class RankGroups:
     shard: Group
     replicas: Group
     experts: Group
-    pipeline_stride: int
+    pipeline: Group
 
 
 class UnknownLink(Exception):
@@ -333,8 +347,8 @@ def rank_groups(host: Host, plan: Plan) -> RankGroups:
         context=Group(context, tensor, node),
         shard=Group(sharded, tensor, node),
         replicas=Group(num_summing // sharded, tensor * sharded, node),
-        experts=Group(layout.expert_parallel, tensor, node),
-        pipeline_stride=tensor * num_summing,
+        experts=Group(layout.expert_parallel * tensor, 1, node),
+        pipeline=Group(layout.pipeline_parallel, tensor * num_summing, node),
     )
 
 
@@ -401,9 +415,9 @@ class ExchangeCost:
         volumes = self._volumes
         if self.plan.layout.context_kind == "ulysses":
             return self._total_seconds(volumes.context(), group)
-        leaves_node = group.num_nodes > 1  # then the slowest of the ring's links is between nodes
-        stride = group.node_ranks if leaves_node else group.stride
-        ring_seconds = sum(transfer.times * self._send_seconds(transfer.num_bytes, stride) for transfer in volumes.context())
+        (transfer,) = volumes.context()
+        step_seconds = max(self._hop_seconds(transfer.num_bytes, group))  # in each step every rank waits for the slowest
+        ring_seconds = transfer.times * step_seconds
         return max(ring_seconds - self._hidden_share * self.compute.attention, 0.0)
 
     def _sharded_seconds(self, group: Group) -> float:
@@ -451,18 +465,21 @@ class ExchangeCost:
         last, and each of them is sent there and back. With the other schedules the rank computes other micro-batches meanwhile.
         """
         layout = self.plan.layout
-        count = self.plan.gradient_accumulation_steps
-        stride = groups.pipeline_stride
-        send_seconds = max(self._send_seconds(transfer.num_bytes, stride) for transfer in self._volumes.pipeline())
+        (transfer,) = self._volumes.pipeline()
+        hops = self._hop_seconds(transfer.num_bytes, groups.pipeline)
         ranks = layout.pipeline_parallel
-        num_waits = 2.0 * (ranks * layout.virtual_stages - 1)
+        # The last rank sends to the first one where ranks have several stages. They are on other nodes where any two are.
+        seconds = 2.0 * (layout.virtual_stages * sum(hops) + (layout.virtual_stages - 1) * max(hops))
         if layout.pipeline_schedule == "1f1b":
-            num_waits += 2.0 * (ranks - 1) / ranks * max(count - 1, 0)
-        return num_waits * send_seconds
-
-    def _send_seconds(self, num_bytes: float, stride: int) -> float:
-        node = self.host.ranks_per_node(self.plan.num_processes)
-        seconds = point_to_point_seconds(self.host, num_bytes, stride=stride, node_ranks=node)
-        if seconds is None:
-            raise UnknownLink("the rate between nodes is unknown")
+            round_trip = max(2.0 * sum(hops[rank:]) / (ranks - rank) for rank in range(ranks - 1))
+            seconds += round_trip * max(self.plan.gradient_accumulation_steps - 1, 0)
         return seconds
+
+    def _hop_seconds(self, num_bytes: float, group: Group) -> list[float]:
+        """Return the seconds of each hop from the first rank of a group to the last."""
+        seconds = self.memo.get_or_compute(("hops", num_bytes, group), lambda: hop_seconds(self.host, num_bytes, group))
+        known = [hop for hop in seconds if hop is not None]
+        if len(known) < len(seconds):
+            place = "between" if group.num_nodes > 1 and self.host.inter_node is None else "inside"
+            raise UnknownLink(f"the rate {place} nodes is unknown")
+        return known

@@ -12,6 +12,10 @@ cores take turns. Computation hides nothing, because the cores that would comput
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 from upshift.hardware import collective
@@ -36,7 +40,10 @@ TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: header
 
 
 class Group(NamedTuple):
-    """The ranks of one collective: ``size`` of them, ``stride`` apart, on nodes of ``node_ranks``."""
+    """The ranks of one collective: ``size`` of them, ``stride`` apart, on nodes of ``node_ranks``.
+
+    All ranks of the job are in such groups, ``stride`` of them side by side. The slowest group counts.
+    """
 
     size: int
     stride: int
@@ -44,17 +51,56 @@ class Group(NamedTuple):
 
     @property
     def per_node(self) -> int:
-        """Return the number of ranks of the group on one node."""
-        return max(min(self.size, self.node_ranks // self.stride), 1)
+        """Return the largest number of ranks of a group on one node."""
+        return place_group(self).per_node
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.size // self.per_node)
+        """Return the number of nodes of the group that is on most nodes."""
+        return place_group(self).num_nodes
 
     @property
     def side_by_side(self) -> int:
         """Return the number of groups that share a node's ports."""
-        return max(self.node_ranks // self.per_node, 1)
+        return place_group(self).side_by_side
+
+    @property
+    def hops_between_nodes(self) -> tuple[bool, ...]:
+        """Return for each member but the last whether any rank in its place sends to another node to reach the next member."""
+        return place_group(self).hops_between_nodes
+
+
+class Placement(NamedTuple):
+    """The nodes of all groups of one size and stride. See the properties of Group."""
+
+    per_node: int
+    num_nodes: int
+    side_by_side: int
+    hops_between_nodes: tuple[bool, ...]
+
+
+@cache
+def place_group(group: Group) -> Placement:
+    """Return where the ranks of all groups are, from the number of each rank. Nodes hold ranks that follow each other.
+
+    The places repeat after the least common multiple of a node's ranks and the ranks of neighbouring groups.
+    """
+    neighbours = group.size * group.stride  # ranks of the groups that are side by side
+    per_node = 1
+    num_nodes = 1
+    groups_at_ports: Counter[int] = Counter()  # groups that leave a node, by node
+    between_nodes = [False] * (group.size - 1)
+    for first in range(0, lcm(neighbours, group.node_ranks), neighbours):
+        for offset in range(group.stride):
+            nodes = [(first + offset + member * group.stride) // group.node_ranks for member in range(group.size)]
+            members_by_node = Counter(nodes)
+            per_node = max(per_node, *members_by_node.values())
+            num_nodes = max(num_nodes, len(members_by_node))
+            if len(members_by_node) > 1:
+                groups_at_ports.update(members_by_node.keys())
+            for hop, (node, next_node) in enumerate(pairwise(nodes)):
+                between_nodes[hop] = between_nodes[hop] or node != next_node
+    return Placement(per_node, num_nodes, max(groups_at_ports.values(), default=1), tuple(between_nodes))
 
 
 def collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
@@ -71,14 +117,24 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
     return None if inside is None or between is None else max(inside, between)
 
 
-def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
-    """Return the seconds to send to the rank that is ``stride`` further; None where a link is unknown.
+def point_to_point_seconds(
+    host: Host, num_bytes: float, *, between_nodes: bool, node_ranks: int, num_senders: int
+) -> float | None:
+    """Return the seconds to send to one other rank; None where a link is unknown.
 
-    If the transfer leaves the node, all ranks of the node send at once.
+    On GPUs a transfer to another node goes through the rank's own share of the node's ports, which is the port next to its GPU.
+    Processes on CPUs share one port.
+
+    Args:
+        between_nodes: the receiver is on another node.
+        node_ranks: ranks on each node.
+        num_senders: ranks of a node that send to another node at once.
     """
     if host.device == "cpu":
-        return _gloo_send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
-    if stride < node_ranks:
+        if between_nodes:
+            return _gloo_network_seconds(host, num_bytes * num_senders)
+        return _gloo_between_processes(host, "send", num_bytes, node_ranks)
+    if not between_nodes:
         here = _measured_here(host, "send")
         if here is not None:
             return (here[0].latency_seconds or 0.0) + num_bytes / here[0].bytes_per_second
@@ -88,6 +144,18 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
         return None
     share = host.inter_node.bytes_per_second * NETWORK_EFFICIENCY / node_ranks
     return HOP_SECONDS + num_bytes / share
+
+
+def hop_seconds(host: Host, num_bytes: float, group: Group) -> tuple[float | None, ...]:
+    """Return for each member of the group but the last the seconds to send to the next one; None where a link is unknown.
+
+    The ranks of all groups send at once.
+    """
+    num_senders = min(group.stride, group.node_ranks)
+    return tuple(
+        point_to_point_seconds(host, num_bytes, between_nodes=between_nodes, node_ranks=group.node_ranks, num_senders=num_senders)
+        for between_nodes in group.hops_between_nodes
+    )
 
 
 def _ring_volume(operation: Collective, ranks: int) -> float:
@@ -173,16 +241,6 @@ def _gloo_collective_seconds(host: Host, operation: Collective, num_bytes: float
     sent_bytes = num_bytes * sent_share * group.side_by_side
     rounds = 2 if operation in GLOO_SUMS else 1  # a ring sums, and then gathers
     return max(inside, _gloo_network_seconds(host, sent_bytes, steps=rounds * (group.size - 1)) or 0.0)
-
-
-def _gloo_send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
-    """Return the seconds to send to the rank that is ``stride`` further.
-
-    If the transfer leaves the node, all ranks of the node send at once.
-    """
-    if stride < node_ranks:
-        return _gloo_between_processes(host, "send", num_bytes, node_ranks)
-    return _gloo_network_seconds(host, num_bytes * node_ranks)
 
 
 def _gloo_volume(operation: Collective, ranks: int) -> float:

@@ -60,11 +60,16 @@ def default_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
 
 
 def chunk_sizes(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
-    """Return the numbers of prompt tokens of a step to search. Chunks larger than all prompts together change nothing."""
+    """Return the numbers of prompt tokens of a step to search.
+
+    The largest holds all prompts, or else the whole longest one. Chunks larger than all prompts together change nothing.
+    """
     if "prefill_chunk_tokens" in fixed:
         return [fixed["prefill_chunk_tokens"]]
     max_tokens = workload.prompt_length * (workload.concurrency or MAX_SEQUENCES)
-    return [size for size in CHUNKS if size < max_tokens] or [CHUNKS[0]]
+    sizes = [size for size in CHUNKS if size < max_tokens]
+    covering = next((size for size in CHUNKS if size >= max_tokens), max(workload.prompt_length, CHUNKS[-1]))
+    return [*sizes, *([covering] if covering not in sizes else [])]
 
 
 def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | None, fixed: dict[str, Any]) -> list[int]:
@@ -121,13 +126,33 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWork
     """
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
     fixed = read_assignments(assignments, settable, _parse_value)
+    _check_used(fixed, workload)
     check_legal(fixed, _legal_here(host, workload), lambda name: _reason_not_legal_here(name, fixed[name], host, workload))
     return fixed
+
+
+def _check_used(fixed: dict[str, Any], workload: InferenceWorkload) -> None:
+    """Raise RequestError for a field that no plan of this task, or of these weights, uses."""
+    if workload.task == "encode":
+        for name, reason in (("kv_cache", "keeps no cache"), ("prefill_chunk_tokens", "computes each batch in one step")):
+            if name in fixed:
+                raise RequestError(f"--set {name}={fixed[name]} has no effect: encoding {reason}; leave it out")
+    if "group_size" not in fixed:
+        return
+    weights = fixed.get("weights", "int4")
+    allow = WEIGHTS["int4"].allow
+    subject = f"--set group_size={fixed['group_size']} is for weights in 4 bits"
+    if weights != "int4":
+        raise RequestError(f"{subject}, and --set weights={weights} are not; leave one out")
+    if allow not in workload.allow:
+        raise RequestError(f"{subject}; add --allow {allow}, or leave it out")
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
     """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
     fixed = read_fixed(assignments, host, workload)
+    if "group_size" in fixed:
+        fixed["weights"] = "int4"  # no other weights have groups
     legal = legal_values(host, profile, workload)
     check_legal(fixed, legal, lambda name: _reason_not_legal_degree(name, profile))
     if not device_layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):

@@ -25,7 +25,7 @@ from upshift.hardware.catalog.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.spec import Host, Rates
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
+from upshift.planning.cost.network import Group, collective_seconds, hop_seconds
 from upshift.planning.cost.rates import (
     CPU_ATTENTION_SHARE,
     CPU_DISPATCH_SECONDS,
@@ -327,10 +327,11 @@ class Engine:
                 return None
             seconds += all_reduce_seconds * self.num_reduced
         if stages > 1:
-            hop = point_to_point_seconds(self.host, num_bytes, stride=degree, node_ranks=node_devices)
-            if hop is None:
+            hops = hop_seconds(self.host, num_bytes, Group(stages, degree, node_devices))
+            if None in hops:
                 return None
-            seconds += hop * stages
+            known_hops = [hop for hop in hops if hop is not None]
+            seconds += sum(known_hops) + max(known_hops)  # the last stage sends each token back to the first
         return seconds
 
     def _launches(self, device: float, sequences: float) -> float:

@@ -10,7 +10,7 @@ the form that needs no multiplier in the forward pass, so that the trained model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -188,6 +188,75 @@ def _optim_offload_conflict(plan: Plan) -> str | None:
     return None
 
 
+WHOLE_MATRICES = ("muon", "adafactor")  # their updates need rows and columns together
+
+
+def layout_conflict(plan: Plan) -> str | None:
+    """Return why no model can run with the plan's layout and its other choices, or None."""
+    layout = plan.layout
+    if layout == ALONE:
+        return None
+    if layout.master_weights and layout.fully_shard != "optimizer":
+        return f"master_weights are divided with the optimizer's state, not with fully_shard={layout.fully_shard}; use optimizer"
+    if layout.gathers and not layout.overlap:
+        return "torch's fully_shard exchanges while it computes and cannot be told not to; leave overlap=True"
+    return _compiled_model_conflict(plan) or _divided_optimizer_conflict(plan)
+
+
+def _compiled_model_conflict(plan: Plan) -> str | None:
+    if plan.torch_compile != "model":
+        return None
+    if plan.layout.pipeline_parallel > 1:
+        return (
+            f"pipeline_parallel={plan.layout.pipeline_parallel} runs a part of the model's forward pass, which "
+            "torch_compile=model makes one; use torch_compile=layer"
+        )
+    if plan.layout.context_parallel > 1:
+        return (
+            f"context_parallel={plan.layout.context_parallel} cuts each micro-batch before the model is called; "
+            "use torch_compile=layer"
+        )
+    return None
+
+
+def _divided_optimizer_conflict(plan: Plan) -> str | None:
+    layout = plan.layout
+    facts = optimizers()[plan.optim]
+    divides = layout.fully_shard != "no" or layout.tensor_parallel > 1 or layout.expert_parallel > 1
+    if divides and (plan.optim in WHOLE_MATRICES or (facts.added is not None and not facts.added.elementwise)):
+        return (
+            f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
+            "use optim=adamw_torch_fused, or ranks that divide nothing"
+        )
+    if (divides or layout.pipeline_parallel > 1) and facts.library is not None:
+        return (
+            f"the quantized state of optim={plan.optim} cannot be saved in parts; "
+            "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"
+        )
+    return None
+
+
+def sharing_facts(plan: Plan) -> tuple[Hashable, ...]:
+    """Return all that decides, beside a plan's other choices, whether the plan is legal.
+
+    The rules of this module and of planning/row_sharing.py read no more of its layout, ranks and micro-batches.
+    """
+    layout = plan.layout
+    degrees = (layout.tensor_parallel, layout.context_parallel, layout.pipeline_parallel, layout.expert_parallel)
+    counts = (plan.num_processes, plan.data_parallel, plan.gradient_accumulation_steps)
+    return (
+        layout == ALONE,
+        layout.fully_shard,
+        layout.master_weights,
+        layout.overlap,
+        layout.splits_backward,
+        divides_evenly(layout, plan.gradient_accumulation_steps),
+        plan.per_device_train_batch_size % 2,
+        *(degree > 1 for degree in degrees),
+        *(count > 1 for count in counts),
+    )
+
+
 def divides_evenly(layout: Layout, micro_batches: int) -> bool:
     """Return whether the pipeline's schedule takes ``micro_batches`` micro-batches."""
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
@@ -280,6 +349,7 @@ CONFLICT_RULES: tuple[Callable[[Plan], str | None], ...] = (
     _weight_offload_conflict,
     _fused_kernel_conflict,
     conflict_with_mup,
+    layout_conflict,
 )
 
 

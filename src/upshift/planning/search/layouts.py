@@ -11,7 +11,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.layout import ContextKind, Layout, divisors, why_not_split
+from upshift.planning.layout import ContextKind, FullyShard, Layout, divisors, why_not_split
 from upshift.planning.workload import Workload
 
 MIN_TOKENS_PER_RANK = 4096  # with fewer tokens there is nothing to gain from sharing a sequence
@@ -67,9 +67,9 @@ def enumerate_layouts(
         data = ranks // (tensor * context * pipeline)
         if workload.num_units % data:
             continue
-        shardings = _shardings(host.ranks_per_node(ranks), data * context, tensor)
+        shardings = _shardings(host.ranks_per_node(ranks), data * context, tensor, stages=_stages_of_zero(profile))
         schedules = _schedules(profile, pipeline, fixed)
-        expert_degrees = _expert_degrees(profile, data * context)
+        expert_degrees = _expert_degrees(profile, data * context, tensor)
         sequence_values = _sequence_parallel_values(host, tensor)
         for shard, schedule, expert_parallel, sequence_parallel in product(shardings, schedules, expert_degrees, sequence_values):
             layout = Layout(
@@ -116,7 +116,7 @@ def _degrees(
     pipelines = [
         degree for degree in divisors(devices) if degree == 1 or (_can_pipeline(profile, degree) and degree <= MAX_PIPELINE)
     ]
-    always_included = {1, fixed.get("context_parallel")}
+    always_included = {1, fixed.get("context_parallel")} if profile.isolation.loss_splits else {1}
     contexts = [
         degree for degree in divisors(devices) if degree in always_included or _is_worth_sharing(profile, workload, degree)
     ]
@@ -142,11 +142,13 @@ def _can_divide_layers(profile: ModelProfile, degree: int) -> bool:
 
 
 def _can_pipeline(profile: ModelProfile, degree: int) -> bool:
-    return bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1 and profile.num_layers % degree == 0
+    has_stages = bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1
+    return has_stages and profile.isolation.loss_splits and profile.num_layers % degree == 0
 
 
 def _is_worth_sharing(profile: ModelProfile, workload: Workload, degree: int) -> bool:
-    return profile.objective == "causal-lm" and workload.sequence_length >= degree * MIN_TOKENS_PER_RANK
+    is_shared = profile.objective == "causal-lm" and profile.isolation.loss_splits
+    return is_shared and workload.sequence_length >= degree * MIN_TOKENS_PER_RANK
 
 
 def _context_kinds(host: Host, profile: ModelProfile, tensor: int, context: int) -> list[ContextKind]:
@@ -159,7 +161,12 @@ def _context_kinds(host: Host, profile: ModelProfile, tensor: int, context: int)
     return ["ring", "ulysses"] if can_exchange_heads else ["ring"]
 
 
-def _shardings(node_ranks: int, ranks: int, tensor: int) -> list[tuple[Any, int]]:
+def _stages_of_zero(profile: ModelProfile) -> list[FullyShard]:
+    """Return the ZeRO stages that can divide this model. Weights in 4 bits are never gathered to compute with."""
+    return ["optimizer"] if profile.parameters.quantized else ["optimizer", "gradients", "weights"]
+
+
+def _shardings(node_ranks: int, ranks: int, tensor: int, *, stages: list[FullyShard]) -> list[tuple[FullyShard, int]]:
     """Return the values of (fully_shard, shard_size).
 
     Nothing is divided, or a ZeRO stage divides its tensors among all ranks that sum gradients, or among those of one node, with
@@ -169,7 +176,7 @@ def _shardings(node_ranks: int, ranks: int, tensor: int) -> list[tuple[Any, int]
     ranks_in_node = max(node_ranks // tensor, 1)
     if 1 < ranks_in_node < ranks and ranks % ranks_in_node == 0:
         sizes.append(ranks_in_node)
-    return [("no", 1), *((stage, size) for stage in ("optimizer", "gradients", "weights") for size in sizes)]
+    return [("no", 1), *((stage, size) for stage in stages for size in sizes)]
 
 
 def _schedules(profile: ModelProfile, pipeline: int, fixed: dict[str, Any]) -> list[tuple[Any, int]]:
@@ -183,10 +190,11 @@ def _schedules(profile: ModelProfile, pipeline: int, fixed: dict[str, Any]) -> l
     return [("1f1b", 1), ("zero_bubble", 1), *interleaved, *gpipe]
 
 
-def _expert_degrees(profile: ModelProfile, ranks: int) -> list[int]:
-    if profile.experts is None or not profile.declares.expert_parallel:
+def _expert_degrees(profile: ModelProfile, ranks: int, tensor: int) -> list[int]:
+    """Return the degrees of expert parallelism. Each rank of a tensor-parallel group then has experts of its own, too."""
+    if profile.experts is None or not profile.declares.expert_parallel or profile.parameters.adapter:
         return [1]
-    return [degree for degree in divisors(ranks) if profile.experts.count % degree == 0]
+    return [degree for degree in divisors(ranks) if degree == 1 or profile.experts.count % (degree * tensor) == 0]
 
 
 def check_processes(fixed: dict[str, Any], host: Host) -> None:
@@ -286,9 +294,24 @@ def _explain_field(name: str, profile: ModelProfile) -> str:
     if name in ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel"):
         degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
         return f" ({profile.tensor_parallel_reason}{degrees})"
-    if name in ("pipeline_parallel", "pipeline_schedule", "virtual_stages"):
+    pipeline_fields = ("pipeline_parallel", "pipeline_schedule", "virtual_stages")
+    if name in (*pipeline_fields, "context_parallel", "context_kind") and not profile.isolation.loss_splits:
+        return " (the model's loss is taken over a whole batch and all layers, as a router's loss is: output_router_logits)"
+    if name in pipeline_fields:
         declared = "declares" if profile.declares.pipeline_parallel_plan else "declares no"
         return f" (the model {declared} pipeline stages, and has {profile.num_layers} layers to divide evenly)"
     if name == "expert_parallel":
-        return f" (the model has {profile.experts.count} experts a layer)" if profile.experts else " (the model has no experts)"
+        return f" ({_explain_experts(profile)})"
+    if name == "fully_shard" and profile.parameters.quantized:
+        return " (weights in 4 bits are not gathered)"
     return ""
+
+
+def _explain_experts(profile: ModelProfile) -> str:
+    if profile.experts is None:
+        return "the model has no experts"
+    if not profile.declares.expert_parallel:
+        return "the model declares no expert-parallel plan"
+    if profile.parameters.adapter:
+        return "the model has an adapter, and what it declares to share are plain weights"
+    return f"the model has {profile.experts.count} experts a layer, which expert_parallel x tensor_parallel divides"

@@ -1,14 +1,14 @@
 """Find the best plans of a space. On one device the whole space is searched.
 
 On many devices layouts, micro-batches and recomputation are searched together, since they decide together what fits. In this
-first round all plans have the same values of every other choice. The other choices are searched afterwards, around the best
-plans of the first round.
+first round all plans have the same values of every other choice. If nothing fits with them, the round is repeated with those
+that need least memory. The other choices are searched afterwards, around the best plans.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -16,10 +16,10 @@ from typing import Any
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.plan import Plan
-from upshift.planning.search.constraints import divides_evenly
+from upshift.planning.search.constraints import divides_evenly, sharing_facts
 from upshift.planning.search.enumerate import PlanSpace, Sharing, enumerate_plans
 from upshift.planning.search.layouts import shares_work
-from upshift.planning.search.ranking import Coster, Ranking, rank_plans
+from upshift.planning.search.ranking import Coster, Ranking, Rejected, rank_plans
 from upshift.planning.search.space import choices
 from upshift.planning.workload import Workload
 
@@ -63,14 +63,48 @@ def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[s
     first_values = _first_round_values(choices(host, profile, workload))
     _search_layouts(PlanSpace(host, profile, workload, fixed=fixed, only=first_values), coster, ranking)
     ranking.sort(coster)
+    if ranking.too_big and not ranking.candidates:
+        lean_values = _leanest_values(ranking.too_big[0].plan, first_values, coster, fixed)
+        if lean_values is not None:
+            _search_layouts(PlanSpace(host, profile, workload, fixed=fixed, only=lean_values), coster, ranking)
+            ranking.sort(coster)
+    costed = {candidate.plan for candidate in (*ranking.candidates, *ranking.too_big)}
     for best in _best_layouts(ranking):
-        together = {name: getattr(best, name) for name in SEARCHED_TOGETHER}
-        sharing = Sharing(best.num_processes, best.data_parallel, best.layout)
-        for plan in PlanSpace(host, profile, workload, fixed={**together, **fixed}, sharings=[sharing]).all():
-            if plan != best:
+        for plan in _plans_around(best, coster, fixed):
+            if plan not in costed:
                 ranking.add(plan, coster)
     ranking.sort(coster)
     return ranking
+
+
+def _plans_around(plan: Plan, coster: Coster, fixed: dict[str, Any]) -> Iterator[Plan]:
+    """Yield the plans with the same layout, micro-batch and recomputation, and every value of the other choices."""
+    together = {name: getattr(plan, name) for name in SEARCHED_TOGETHER}
+    sharing = Sharing(plan.num_processes, plan.data_parallel, plan.layout)
+    space = PlanSpace(coster.host, coster.profile, coster.workload, fixed={**together, **fixed}, sharings=[sharing])
+    return space.all()
+
+
+def _leanest_values(
+    smallest: Plan, first_values: dict[str, list[Any]], coster: Coster, fixed: dict[str, Any]
+) -> dict[str, list[Any]] | None:
+    """Return the values of the first round's choices with which a plan needs least memory, where the first values fit nowhere.
+
+    Return None where no other values need less. ``smallest``: the smallest plan of the first round.
+    """
+    names = list(first_values)
+    plan_of_values: dict[tuple[Any, ...], tuple[float, Plan]] = {}
+    for plan in _plans_around(smallest, coster, fixed):
+        estimate = coster.estimate_memory(plan)
+        if not isinstance(estimate, Rejected):
+            values = tuple(getattr(plan, name) for name in names)
+            plan_of_values[values] = min(
+                plan_of_values.get(values, (estimate.resident, plan)), (estimate.resident, plan), key=lambda entry: entry[0]
+            )
+    leanest = min(plan_of_values, key=lambda values: plan_of_values[values][0])
+    if leanest == tuple(getattr(smallest, name) for name in names):
+        return None
+    return {name: [value] for name, value in zip(names, leanest, strict=True)}
 
 
 def _first_round_values(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -104,29 +138,32 @@ def _search_layouts(plans: PlanSpace, coster: Coster, ranking: Ranking) -> None:
     Memory grows with the micro-batch, and with every layer that is not recomputed. So after a plan that is far too big there
     are only larger ones. They are counted, and their costs are not predicted.
     """
-    chains_by_split: dict[bool, Chains] = {}
+    chains_by_facts: dict[Hashable, Chains] = {}
     for sharing in plans.sharings:
         sequences_per_rank = plans.workload.global_batch // sharing.data
-        sizes = [size for size in plans.micro_batches(sharing) if divides_evenly(sharing.layout, sequences_per_rank // size)]
-        for number, size in enumerate(sizes):
-            splits_backward = sharing.layout.splits_backward
-            if splits_backward not in chains_by_split:
-                chains_by_split[splits_backward] = _chains(plans, sharing, size)
-            chains = chains_by_split[splits_backward]
-            if not chains:
-                break
-            if not _add_leanest_first(plans.start(sharing, size), chains, coster, ranking):
-                ranking.num_unseen += sum(map(len, chains)) * (len(sizes) - number - 1)
-                break
-    if not any(chains_by_split.values()):
+        is_too_big = False
+        for size in plans.micro_batches(sharing):
+            if not divides_evenly(sharing.layout, sequences_per_rank // size):
+                continue
+            start = plans.start(sharing, size)
+            facts = sharing_facts(start)
+            if facts not in chains_by_facts:
+                chains_by_facts[facts] = _chains(plans, sharing, size)
+            chains = chains_by_facts[facts]
+            is_alone = size == sequences_per_rank  # a single micro-batch meets no gradients of earlier ones, and may be smaller
+            if is_too_big and not is_alone:
+                ranking.num_unseen += sum(map(len, chains))
+            elif chains:
+                is_too_big = not _add_leanest_first(start, chains, coster, ranking)
+    if not any(chains_by_facts.values()):
         next(plans.all(), None)  # raises the reason why none is legal
 
 
 def _chains(plans: PlanSpace, sharing: Sharing, size: int) -> Chains:
     """Return the other choices in chains. In each chain the number of recomputed layers falls.
 
-    Which of these choices are legal depends on the micro-batch and the layout only in whether the layout splits backward passes.
-    Of plans that differ only in what is compiled, the last is taken, which needs least memory.
+    Which of these choices are legal depends on the micro-batch and the layout only in their ``sharing_facts``. Of plans that
+    differ only in what is compiled, the last is taken, which needs least memory.
     """
     legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
     distinct = {(_memory_kind(plan), -plan.activation_checkpointing): plan for plan in legal}

@@ -56,6 +56,7 @@ class Tried:
     candidate: Candidate
     results: list[TrialResult] = field(default_factory=list)
     wrong_loss: bool = False
+    is_eligible: bool = True  # it has the fields that the user fixed, and it held no more memory than allowed
 
     @property
     def ok(self) -> bool:
@@ -188,6 +189,7 @@ class _Trials:
         if previous is None:
             self.tried.append(entry)
         entry.wrong_loss = _has_wrong_loss(entry, self.tried[0])
+        entry.is_eligible = self.obeys(entry.candidate.plan) and not entry.exceeds(self.limit_bytes)
         self.on_trial(entry)
 
     def choose_next(self) -> Candidate | None:
@@ -221,30 +223,22 @@ class _Trials:
         if not working:
             return None
         seconds_left = self.deadline - self.clock() + BUSY_SHARE * self.budget
-        for entry in _unique_entries(self._fastest(working), self.tried[0], *working[:NUM_REMEASURED]):
+        for entry in _unique_entries(fastest(working, self.workload), self.tried[0], *working[:NUM_REMEASURED]):
             if entry.needs_another_trial and len(entry.results) == 1 and seconds_left > entry.best.wall_seconds:
                 return entry
         return None
 
     def proof(self) -> Proof:
         """Return the proof of the trials. Raises JobFailed where no plan ran."""
-        working = [entry for entry in self.allowed if entry.ok and not entry.exceeds(self.limit_bytes)]
+        working = [entry for entry in self.tried if entry.ok and entry.is_eligible]
         if working:
-            chosen = self._fastest(working)
+            chosen = fastest(working, self.workload)
         else:
             timed_out = [entry for entry in self.allowed if entry.best.timed_out and not entry.wrong_loss]
             if not timed_out:
                 raise _job_failure((self.allowed or self.tried)[0], self.tried[0], self.limit_bytes)
             chosen = max(timed_out, key=lambda entry: entry.candidate.tokens_per_second)
         return Proof(self.tried[0], self.tried, chosen, tuple(self._notes(chosen)))
-
-    def _fastest(self, working: list[Tried]) -> Tried:
-        """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
-        best = max(working, key=self._speed)
-        quiet = [
-            entry for entry in working if not entry.needs_another_trial and self._speed(entry) > CLOSE_SPEED * self._speed(best)
-        ]
-        return max(quiet, key=self._speed) if best.needs_another_trial and quiet else best
 
     def _speed(self, entry: Tried) -> float:
         return entry.whole_run_speed(self.workload)
@@ -302,6 +296,14 @@ class _Trials:
         if working == 1:
             return f"runs: {name}, the only one of {len(self.tried)} tried that was measured{rough_text}"
         return f"runs: {name}, the fastest of {working} that were measured{rough_text}"
+
+
+def fastest(working: list[Tried], workload: Workload) -> Tried:
+    """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
+    best = max(working, key=lambda entry: entry.whole_run_speed(workload))
+    close_speed = CLOSE_SPEED * best.whole_run_speed(workload)
+    quiet = [entry for entry in working if not entry.needs_another_trial and entry.whole_run_speed(workload) > close_speed]
+    return max(quiet, key=lambda entry: entry.whole_run_speed(workload)) if best.needs_another_trial and quiet else best
 
 
 def _job_failure(entry: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:

@@ -12,11 +12,11 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.trials.runner import TrialResult
-from upshift.planning.trials.select import Proof, Tried
+from upshift.planning.trials.select import Proof, Tried, fastest
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "6"
+FORMAT = "7"
 MIN_TRIALS = 3  # with fewer, other programs kept the machine busy, so the results are not worth storing
 
 
@@ -24,13 +24,14 @@ class StoredTrial(Value):
     plan: Plan
     results: tuple[TrialResult, ...]
     wrong_loss: bool
+    is_eligible: bool
 
 
 class StoredProof(Value):
     """The stored trials of a job. The plain default comes first."""
 
     tried: tuple[StoredTrial, ...]
-    chosen: int
+    chosen: int | None  # None: the chosen plan was removed
     notes: tuple[str, ...] = ()
 
 
@@ -59,7 +60,10 @@ def store_proof(path: Path, proof: Proof) -> None:
         return
     tried = tuple(
         StoredTrial(
-            plan=Plan.model_validate(entry.candidate.plan.model_dump()), results=tuple(entry.results), wrong_loss=entry.wrong_loss
+            plan=Plan.model_validate(entry.candidate.plan.model_dump()),
+            results=tuple(entry.results),
+            wrong_loss=entry.wrong_loss,
+            is_eligible=entry.is_eligible,
         )
         for entry in proof.tried
     )
@@ -67,7 +71,10 @@ def store_proof(path: Path, proof: Proof) -> None:
 
 
 def read_proof(path: Path, planning: Planning) -> Proof | None:
-    """Return the stored proof; None where nothing is stored, or where the plan does not fit the memory that is free now."""
+    """Return the stored proof; None where nothing is stored, or where the plan does not fit the memory that is free now.
+
+    After the chosen plan was removed, the fastest of the others is chosen that the trials could have chosen and that fits now.
+    """
     if not path.is_file():
         return None
     try:
@@ -80,18 +87,21 @@ def read_proof(path: Path, planning: Planning) -> Proof | None:
         candidate = cost_plan(entry.plan, host=planning.host, profile=planning.profile, workload=planning.workload)
         if not isinstance(candidate, Candidate):
             return None
-        tried.append(Tried(candidate, list(entry.results), entry.wrong_loss))
-    chosen = tried[stored.chosen]
-    fits = any(ranked.plan == chosen.candidate.plan for ranked in planning.ranking.candidates)
-    if not fits and stored.chosen != 0:
-        return None
-    return Proof(tried[0], tried, chosen, stored.notes)
+        tried.append(Tried(candidate, list(entry.results), entry.wrong_loss, entry.is_eligible))
+    remaining = tried if stored.chosen is None else [tried[stored.chosen]]
+    usable = [entry for entry in remaining if entry.ok and entry.is_eligible and _fits_now(entry, tried[0], planning)]
+    return Proof(tried[0], tried, fastest(usable, planning.workload), stored.notes) if usable else None
+
+
+def _fits_now(entry: Tried, default: Tried, planning: Planning) -> bool:
+    """Return whether a plan is in the ranking. The plain default need not be: it ran in its trial."""
+    return entry is default or any(ranked.plan == entry.candidate.plan for ranked in planning.ranking.candidates)
 
 
 def remove_plan(path: Path, plan: Plan) -> None:
     """Remove a plan that ran out of memory in a real run, so that it is not chosen again.
 
-    Another of the tried plans is chosen, or new trials are run.
+    ``read_proof`` then chooses another of the tried plans, or new trials are run.
     """
     if not path.is_file():
         return
@@ -100,15 +110,11 @@ def remove_plan(path: Path, plan: Plan) -> None:
     except RequestError:
         path.unlink()  # another version wrote it, or it was cut short
         return
-    remaining = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
-    speeds = []
-    for trial in remaining:
-        speed = max(result.tokens_per_second or 0.0 for result in trial.results)
-        speeds.append(0.0 if trial.wrong_loss else speed)
-    if len(remaining) < MIN_TRIALS or max(speeds) == 0.0 or remaining[0] != stored.tried[0]:
+    remaining = tuple(trial for trial in stored.tried if trial.plan.label() != plan.label())
+    if len(remaining) < MIN_TRIALS or remaining[0] != stored.tried[0]:
         path.unlink()
         return
-    _write(path, StoredProof(tried=tuple(remaining), chosen=speeds.index(max(speeds))))
+    _write(path, StoredProof(tried=remaining, chosen=None))
 
 
 def _write(path: Path, proof: StoredProof) -> None:

@@ -58,23 +58,46 @@ def describe_no_compression(file: Path, error: Exception) -> str:
     return f"{file} is not a complete compressed file ({error}); copy or write it again"
 
 
-def refuse_json_lines(file: Path, text: str, *, is_whole: bool) -> None:
-    """Raise RequestError for a text file that holds JSON lines, whose syntax would be trained on as text.
+def refuse_json_records(file: Path, text: str, *, is_whole: bool) -> None:
+    """Raise RequestError for a text file that holds JSON records, whose syntax would be trained on as text.
 
-    Such a file has JSON objects in its first two lines, or in its only line. ``text`` is its beginning, and ``is_whole`` says
-    that nothing follows.
+    Such a file has JSON objects in its first two lines, an array of objects, or is one JSON object. ``text`` is its beginning,
+    and ``is_whole`` says that nothing follows.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     complete = lines if is_whole else lines[:-1]
     if complete and (len(complete) > 1 or is_whole) and all(_is_json_object(line) for line in complete[:2]):
-        raise RequestError(
-            f"{file} holds JSON objects, one in each line, and its name says that it is text; let its name end in .jsonl, or, to "
-            "train on the JSON itself, put each text into a field 'text' of a .jsonl file"
-        )
+        form = "JSON objects, one in each line"
+        suffix = ".jsonl"
+    elif _begins_array_of_objects(text):
+        form = "a JSON array of objects"
+        suffix = ".json"
+    elif is_whole and _is_json_object(text):
+        form = "a JSON object"
+        suffix = ".json"
+    else:
+        return
+    raise RequestError(
+        f"{file} holds {form}, and its name says that it is text; let its name end in {suffix}, or, to "
+        "train on the JSON itself, put each text into a field 'text' of a .jsonl file"
+    )
 
 
-def _is_json_object(line: str) -> bool:
+def _begins_array_of_objects(text: str) -> bool:
+    """Return whether the text begins with an array whose first entry is a complete object, and with what may follow it."""
+    text = text.lstrip()
+    if not text.startswith("["):
+        return False
+    inside = text[1:].lstrip()
     try:
-        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+        entry, end = json.JSONDecoder().raw_decode(inside)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(entry, dict) and inside[end:].lstrip().startswith((",", "]"))
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return text.lstrip().startswith("{") and isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False

@@ -351,9 +351,9 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{place}: column {name!r} holds text that is not valid JSON ({error}); write it again") from None
     numbers = column.flatten()
-    flat_values = numbers.to_numpy(zero_copy_only=False)
+    flat = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
-    arrays: list[Any] = np.split(flat_values, np.cumsum(lengths)[:-1])
+    arrays: list[Any] = np.split(flat, np.cumsum(lengths)[:-1])
     if numbers.null_count and kinds.is_boolean(numbers.type):  # numpy has no missing truth value, so all became objects
         arrays = [array.tolist() if None in array else array.astype(np.bool_) for array in arrays]
     elif numbers.null_count and not kinds.is_floating(numbers.type):  # nor a missing integer, so all became floats

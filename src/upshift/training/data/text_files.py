@@ -16,7 +16,7 @@ from pathlib import Path
 from upshift.errors import RequestError
 from upshift.text import find_lone_surrogate
 from upshift.training.data.data_files import COMPRESSED, open_data
-from upshift.training.data.file_content import FIRST_BYTES, describe_no_compression, describe_no_text, refuse_json_lines
+from upshift.training.data.file_content import FIRST_BYTES, describe_no_compression, describe_no_text, refuse_json_records
 
 PIECE_CHARACTERS = 2**18  # characters of a long text file that are in memory at once
 DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)  # from readers of compressed files, beside OSError
@@ -81,7 +81,7 @@ def _read_text(file: Path, *, is_alone: bool) -> str | TextFile | None:
             piece = text.read(PIECE_CHARACTERS)
     if is_empty:
         return None
-    refuse_json_lines(file, first_piece, is_whole=is_alone and num_pieces == 1)
+    refuse_json_records(file, first_piece, is_whole=is_alone and num_pieces == 1)
     return first_piece if num_pieces == 1 else TextFile(file)
 
 

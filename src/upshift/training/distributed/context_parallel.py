@@ -90,8 +90,6 @@ def why_not_context_parallel(model: nn.Module, plan: Plan) -> str | None:
         return f"{setting} with context_kind=ring is not built; use context_kind=ulysses"
     if plan.attention.startswith("flash_attention"):
         return f"{setting} needs masks of whole sequences, which attention={plan.attention} does not take; use attention=sdpa"
-    if plan.torch_compile == "model":
-        return f"{setting} cuts each micro-batch before the model is called; use torch_compile=layer"
     base = base_of(model)
     reason = _why_tokens_mix_outside_attention(base)
     if reason is not None:

@@ -30,16 +30,14 @@ from upshift.models.build import build_model, choose_class, cut_stacks, sample_i
 from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import Layout, divisors
-from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.search.constraints import layout_conflict
 from upshift.training.distributed.context_parallel import why_not_context_parallel
 from upshift.training.distributed.expert_parallel import shard_experts, why_not_expert_parallel
 from upshift.training.distributed.fsdp import weights_of_two_dtypes
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import cut_stage, stage_modules, why_not_pipeline_parallel
 from upshift.training.distributed.tensor_parallel import INSTEAD, shard_tensors, why_not_tensor_parallel
-
-WHOLE_MATRICES = ("muon", "adafactor")  # their updates need rows and columns together
 
 
 def why_cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
@@ -85,23 +83,7 @@ def _why_impossible(plan: Plan) -> str | None:
             f"fully_shard={layout.fully_shard} divides among shard_size={layout.shard_size} of {same_weights} ranks "
             f"with the same weights; {instead}"
         )
-    if layout.master_weights and layout.fully_shard != "optimizer":
-        return f"master_weights are divided with the optimizer's state, not with fully_shard={layout.fully_shard}; use optimizer"
-    if layout.gathers and not layout.overlap:
-        return "torch's fully_shard exchanges while it computes and cannot be told not to; leave overlap=True"
-    divides = layout.fully_shard != "no" or layout.tensor_parallel > 1 or layout.expert_parallel > 1
-    added = optimizers()[plan.optim].added
-    if divides and (plan.optim in WHOLE_MATRICES or (added is not None and not added.elementwise)):
-        return (
-            f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
-            "use optim=adamw_torch_fused, or ranks that divide nothing"
-        )
-    if (divides or layout.pipeline_parallel > 1) and optimizers()[plan.optim].library is not None:
-        return (
-            f"the quantized state of optim={plan.optim} cannot be saved in parts; "
-            "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"
-        )
-    return None
+    return layout_conflict(plan)
 
 
 def why_not_fully_shard(model: nn.Module, plan: Plan) -> str | None:

@@ -394,8 +394,6 @@ def why_not_pipeline_parallel(model: nn.Module, plan: Plan) -> str | None:
         return f"{setting}{stages_setting} does not divide {layers} layers; stages times ranks can be {valid}"
     if getattr(base_of(model).config.get_text_config(), "output_router_logits", False):
         return f"{setting}: the loss of the model's router (output_router_logits) is taken over all layers; {instead}"
-    if plan.torch_compile == "model":
-        return f"{setting} runs a part of the model's forward pass, which torch_compile=model makes one; use torch_compile=layer"
     return None
 
 

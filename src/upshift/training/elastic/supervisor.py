@@ -48,13 +48,20 @@ def check_healing(plan: Plan) -> None:
 def fixed_for_healing(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
     """Return assignments of ``--set`` under which plans can heal. The user's own assignments stay.
 
-    Raise RequestError for ranks of a launcher, because a launcher ends all ranks when one dies.
+    Raise RequestError for ranks of a launcher, because a launcher ends all ranks when one dies, and for an assignment of the
+    user under which no plan can heal.
     """
     if launched:
         raise RequestError("--heal starts processes itself, and a launcher did here; use upshift train --nproc 2 --heal alone")
-    user_names = {text.partition("=")[0] for text in fixed}
-    defaults = {**ALONE.model_dump(), "optimizer_in_backward": False}
-    return (*fixed, *(f"{name}={str(value).lower()}" for name, value in defaults.items() if name not in user_names))
+    user_values = {name: value for name, _, value in (text.partition("=") for text in fixed)}
+    needed = {name: str(value).lower() for name, value in {**ALONE.model_dump(), "optimizer_in_backward": False}.items()}
+    for name, value in needed.items():
+        if user_values.get(name, value).strip().lower() != value:
+            raise RequestError(
+                f"--heal needs {name}={value}, because each process trains the whole model and can take a step again, and "
+                f"{name}={user_values[name]} was given; leave it out, or --heal"
+            )
+    return (*fixed, *(f"{name}={value}" for name, value in needed.items() if name not in user_values))
 
 
 class Replica:

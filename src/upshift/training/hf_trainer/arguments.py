@@ -37,7 +37,9 @@ OTHER_ENGINE = Field("refused", "the plan says how ranks share the model; leave 
 FIELDS: dict[str, Field] = {
     # planned: the plan chooses a value for an unset field and prints it
     "per_device_train_batch_size": Field(
-        "planned", "times gradient_accumulation_steps: the global batch, which Upshift keeps. It chooses how to divide it"
+        "planned",
+        "Upshift keeps the global batch: this field, times gradient_accumulation_steps, times the ranks. It may change "
+        "both fields",
     ),
     "gradient_accumulation_steps": Field("planned", "see per_device_train_batch_size"),
     "auto_find_batch_size": Field("honoured", "always on: if a step runs out of memory, Upshift repeats it in smaller parts"),
@@ -207,9 +209,13 @@ def markdown() -> str:
         "",
         "| word | meaning |",
         "| --- | --- |",
-        "| Upshift chooses | if the field is unset (at its default). Upshift prints its choice. A value that you set stays |",
+        "| Upshift chooses | Upshift chooses a value if the field is at its default, and prints it. Another value stays. "
+        "Exceptions are in the last column |",
         "| not supported | If you set the field, you get an error that names it |",
         "| works as before | as in `transformers.Trainer`, with the differences in the last column |",
+        "",
+        "`TrainingArguments` does not record which fields you set. So a value that equals the default, such as `bf16=False`,",
+        'counts as unset. To fix such a choice, give it to the Trainer: `Trainer(..., fixed=("precision=fp32",))`.',
         "",
         "| argument | Upshift | details |",
         "| --- | --- | --- |",

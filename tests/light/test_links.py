@@ -1,0 +1,116 @@
+"""Which links the exchanges of ranks cross: the prices against a count of every rank of every group, one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from made_profile import make_profile
+from made_requests import measured_cpus, model_of
+
+from upshift.hardware import describe
+from upshift.hardware.spec import Host, Link
+from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost, rank_groups
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.network import Group
+from upshift.planning.cost.partition import stage_of
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+from upshift.planning.search.layouts import enumerate_layouts
+from upshift.planning.workload import Workload
+
+MIXTURE = model_of("mixture", "causal-lm", longest=8192)
+WORKLOAD = Workload(sequence_length=16384, global_batch=48)
+
+
+def plan_of(host: Host, layout: Layout, ranks: int, *, accumulation: int = 4) -> Plan:
+    return Plan(
+        device=host.device, host="h", model="m", sequence_length=1024, precision="bf16", per_device_train_batch_size=1,  # type: ignore[arg-type]
+        gradient_accumulation_steps=accumulation, num_processes=ranks, layout=layout,
+    )  # fmt: skip
+
+
+def groups_by_hand(layout: Layout, data: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return the ranks of every group, from the coordinates of each rank: stages outermost, then data, context and tensor."""
+    sizes = (layout.pipeline_parallel, data, layout.context_parallel, layout.tensor_parallel)
+    places = list(itertools.product(*map(range, sizes)))
+    shard = layout.shard_size if layout.fully_shard != "no" else 1
+
+    def group(key: object) -> list[tuple[int, ...]]:
+        groups: dict[object, list[int]] = {}
+        for rank, place in enumerate(places):
+            groups.setdefault(key(*place), []).append(rank)  # type: ignore[operator]
+        return [tuple(ranks) for ranks in groups.values()]
+
+    context = layout.context_parallel
+    return {
+        "tensor": group(lambda p, d, c, t: (p, d, c)), "context": group(lambda p, d, c, t: (p, d, t)),
+        "pipeline": group(lambda p, d, c, t: (d, c, t)), "shard": group(lambda p, d, c, t: (p, (d * context + c) // shard, t)),
+        "replicas": group(lambda p, d, c, t: (p, (d * context + c) % shard, t)),
+        "experts": group(lambda p, d, c, t: (p, (d * context + c) // layout.expert_parallel)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["2x8xh100", "3x8xh100", "6x4xh100", "2x6xh100"])
+def test_groups_are_on_the_nodes_on_which_their_ranks_are(name: str) -> None:
+    host = describe(name)
+    layouts = {layout: data for data, layout in enumerate_layouts(host, MIXTURE, WORKLOAD)}
+    assert len(layouts) > 50 and any(layout.expert_parallel > 1 < layout.tensor_parallel for layout in layouts)
+    for layout, data in layouts.items():
+        groups = rank_groups(host, plan_of(host, layout, host.num_devices))
+        for kind, expected in groups_by_hand(layout, data).items():
+            group: Group = getattr(groups, kind)
+            nodes = [[rank // host.gpus_per_node for rank in ranks] for ranks in expected]
+            assert {len(ranks) for ranks in expected} == {group.size}, (layout, kind)
+            assert group.num_nodes == max(len(set(each)) for each in nodes), (layout, kind)
+            assert group.per_node == max(each.count(node) for each in nodes for node in each), (layout, kind)
+            if group.num_nodes > 1:
+                leaving = [node for each in nodes if len(set(each)) > 1 for node in set(each)]
+                assert group.side_by_side == max(map(leaving.count, leaving)), (layout, kind)
+            hops = [any(each[number] != each[number + 1] for each in nodes) for number in range(group.size - 1)]
+            assert group.hops_between_nodes == tuple(hops), (layout, kind)
+
+
+SLOW = Link(name="slow", bytes_per_second=1e6)
+FAST = Link(name="fast", bytes_per_second=1e15)
+
+
+@pytest.mark.parametrize("name", ["2x8xh100", "3x8xh100", "2x6xh100", "2xepyc-9654"])
+def test_a_slow_network_makes_each_exchange_slower_whose_ranks_are_on_several_nodes(name: str) -> None:
+    """And no other: what stays inside a node takes as long whatever joins the nodes."""
+    host = describe(f"{name}@ethernet-100") if "epyc" not in name else measured_cpus()
+    ranks = host.num_devices if host.device != "cpu" else 8
+    slow = host.changed(inter_node=SLOW)
+    fast = host.changed(inter_node=FAST)
+    terms = {
+        "tensor parallel": "tensor", "context parallel": "context", "expert parallel": "experts",
+        "pipeline transfers": "pipeline", "gathering weights, reducing gradients": "shard",
+    }  # fmt: skip
+    seen = set()
+    for data, layout in enumerate_layouts(host, MIXTURE, WORKLOAD, ranks=ranks):
+        plan = plan_of(host, layout, ranks)
+        stage = stage_of(MIXTURE, plan, 0)
+        seconds = [
+            ExchangeCost(each, MIXTURE, plan, stage, ComputeSeconds(0.0, 0.0), Memo()).seconds() for each in (slow, fast)
+        ]
+        groups = groups_by_hand(layout, data)
+        node_ranks = host.ranks_per_node(ranks)
+        for term, kind in terms.items():
+            if term in seconds[1]:
+                leaves = any(len({rank // node_ranks for rank in members}) > 1 for members in groups[kind])
+                assert (seconds[0][term] > 2 * seconds[1][term]) == leaves, (layout, term)
+                assert leaves or seconds[0][term] == seconds[1][term], (layout, term)
+                seen.add((term, leaves))
+    assert ("pipeline transfers", True) in seen and {leaves for _, leaves in seen} == {True, False}
+
+
+def test_a_stage_waits_for_the_hop_between_nodes_alone() -> None:
+    """Four stages of two ranks on two nodes: of the three hops one is between nodes."""
+    host = describe("2x4xh100").changed(inter_node=Link(name="a port each", bytes_per_second=4e9))
+    profile = make_profile()
+    plan = plan_of(host, Layout(pipeline_parallel=4), 8, accumulation=1)
+    cost = ExchangeCost(host, profile, plan, stage_of(profile, plan, 0), ComputeSeconds(0.0, 0.0), Memo())
+    hidden_bytes = 1024 * 2048 * 2
+    between = hidden_bytes / (1e9 * 0.85)
+    assert cost.seconds()["pipeline transfers"] == pytest.approx(2 * between, rel=0.1)
+    assert host.intra_node is not None
