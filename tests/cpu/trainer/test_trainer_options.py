@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,41 @@ def test_an_engine_of_a_launcher_is_refused_before_the_first_step(
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(RequestError, match=r"accelerate runs .* start the script with torchrun"):
         Launched(model=task.model(), args=arguments, train_dataset=task.data, data_collator=task.collator)
+
+
+class Writer:
+    """The interface of SummaryWriter, whose own module needs a library that tests do not install."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.written.append(tag)
+
+
+@pytest.mark.parametrize("kind", ["a writer", "a module"])
+def test_a_loss_that_is_only_measured_reaches_no_tracker(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer()
+    module: Any = types.ModuleType("wandb")
+    module.log = lambda values: writer.written.extend(values)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    board: Any = types.ModuleType("tensorboardX")
+    board.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+
+    class Tracking(upshift.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if kind == "a writer":
+                writer.add_scalar("loss", 1.0, self.state.global_step)
+            else:
+                sys.modules["wandb"].log({"loss": 1.0})
+            return loss
+
+    task = causal_lm()
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = Tracking(model=task.model(), args=arguments, train_dataset=task.data, data_collator=task.collator)
+    trainer.train()
+    assert writer.written == ["loss"] * 2 and trainer.upshift_choice is not None
+    name = "SummaryWriter.add_scalar" if kind == "a writer" else "wandb.log"
+    assert f"the loss calls {name} for each batch" in trainer.upshift_choice.reason

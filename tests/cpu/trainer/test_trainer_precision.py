@@ -16,7 +16,7 @@ import upshift
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.training.hf_trainer.arguments import NO_SCALER
-from upshift.training.hf_trainer.precision import forward_in_precision
+from upshift.training.hf_trainer.patching import forward_in_precision
 
 CHEAP = ("torch_compile=off", "attention=sdpa", "activation_checkpointing=0", "per_device_train_batch_size=4", "packing=False")
 

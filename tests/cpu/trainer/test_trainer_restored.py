@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_trainer_options import a_plan, a_trainer
 from transformers import TrainerCallback
 
@@ -94,3 +95,14 @@ def test_resuming_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -
     trainer.add_callback(counting)
     trainer.train(resume_from_checkpoint=True)
     assert counting.steps == [3]  # step 4 alone
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_optimizer_of_the_script_stays_its_own_in_a_second_training(is_given: bool, tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    if is_given:
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1e-3)
+    for _ in range(2):
+        assert trainer._upshift_optimizer_is_given == is_given
+        trainer.train()
+    assert trainer._upshift_optimizer_is_given == is_given

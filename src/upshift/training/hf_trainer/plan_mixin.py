@@ -5,7 +5,6 @@ With several ranks, rank 0 decides and the others receive its decision.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator
@@ -81,10 +80,18 @@ from upshift.training.hf_trainer.loss_split import (
     measure_split,
     raise_for_inputs,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, DataWatch, StateSnapshot, Traces, refuse_exchanges
+from upshift.training.hf_trainer.loss_state import (
+    TRAINER_ATTRIBUTES,
+    DataWatch,
+    StateSnapshot,
+    Traces,
+    muted_trackers,
+    refuse_exchanges,
+    state_at_step,
+    without_logging,
+)
 from upshift.training.hf_trainer.monitor import format_trial, print_line
-from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
-from upshift.training.hf_trainer.precision import watched_autocast
+from upshift.training.hf_trainer.patching import LibraryTrainer, is_own, watched_autocast
 from upshift.training.out_of_memory import is_out_of_memory
 
 COLD_SECONDS = 1.0  # a first call that takes longer is not repeated to be measured warm
@@ -108,10 +115,12 @@ class PlanMixin(LibraryTrainer):
     _upshift_library_class: type[transformers.Trainer]
     _upshift_requested_layout: Layout
     _upshift_planned: PlannedState
+    _upshift_made_optimizer: torch.optim.Optimizer | None = None  # by this Trainer
     _upshift_saw_autocast: bool = False  # a module of the model ran under autocast while the script's loss was measured
 
     if TYPE_CHECKING:
 
+        def _upshift_plain_optimizer(self) -> torch.optim.Optimizer: ...
         @property
         def _upshift_has_own_step(self) -> bool: ...
         @property
@@ -392,7 +401,7 @@ class PlanMixin(LibraryTrainer):
         """Return the loss of some inputs at a step of the training. Append its seconds to ``times``."""
         start = time.perf_counter()
         num_items = None if items is None else torch.tensor(items, device=self.args.device)
-        with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
+        with self.compute_loss_context_manager(), state_at_step(self, step, total_steps):
             loss: Any = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
         if loss.is_cuda:
             torch.cuda.synchronize()  # else the time is that of starting the kernels
@@ -448,7 +457,13 @@ class PlanMixin(LibraryTrainer):
         traces = Traces()
         alone = dispatch_mode(refuse_exchanges) if self._upshift_has_ranks else nullcontext()  # only rank 0 measures
         autocast_use = watched_autocast(torch.device(self.args.device).type)
-        with self._upshift_without_logging() as logged, exact_matmuls(), alone, autocast_use as use:
+        with (
+            without_logging(self) as logged,
+            muted_trackers() as tracked,
+            exact_matmuls(),
+            alone,
+            autocast_use as use,
+        ):
             state = StateSnapshot(
                 without=TRAINER_ATTRIBUTES,
                 Trainer=self,
@@ -462,37 +477,10 @@ class PlanMixin(LibraryTrainer):
         self._upshift_saw_autocast = self._upshift_saw_autocast or use.is_seen
         if changed_name is not None and not self._upshift_uses_library_loss:
             traces.reason = f"the loss changes {changed_name} at each call"
+        if tracked:
+            traces.reason = f"the loss calls {', '.join(tracked)} for each batch, and a plan calls it for other rows"
         if logged:
             traces.reason = f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows"
-
-    @contextmanager
-    def _upshift_state_at_step(self, step: int, total_steps: int) -> Iterator[None]:
-        """Set ``self.state`` to a step of the training while open, because a loss may read it."""
-        state = self.state
-        self.state = copy.copy(self.state)
-        self.state.global_step = step
-        self.state.max_steps = total_steps
-        self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
-        try:
-            yield
-        finally:
-            self.state = state
-
-    @contextmanager
-    def _upshift_without_logging(self) -> Iterator[dict[str, None]]:
-        """Replace ``log`` while open, so that a loss that is only measured reaches neither the log nor callbacks.
-
-        Yield the names that the loss tried to log, in order.
-        """
-        script_log = vars(self).get("log")
-        names = dict[str, None]()
-        self.log = lambda logs, *arguments, **named: names.update(dict.fromkeys(logs))  # type: ignore[method-assign]
-        try:
-            yield names
-        finally:
-            del self.log
-            if script_log is not None:
-                self.log = script_log  # type: ignore[method-assign]
 
     def _upshift_total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
@@ -553,10 +541,9 @@ class PlanMixin(LibraryTrainer):
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
-        """Return whether the script made the optimizer, and not an earlier training of this Trainer."""
-        return self._upshift_planned.last_choice is None and (
-            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        )
+        """Return whether the script made the optimizer, and not this Trainer, perhaps for an earlier training."""
+        is_made_here = self.optimizer is None or self._upshift_plain_optimizer() is self._upshift_made_optimizer
+        return self.optimizer_cls_and_kwargs is not None or not is_made_here
 
     @property
     def _upshift_opens_autocast(self) -> bool:

@@ -47,8 +47,8 @@ from upshift.training.hf_trainer.choose_plan import Choice, PlannedState, as_tup
 from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
+from upshift.training.hf_trainer.patching import forward_in_precision
 from upshift.training.hf_trainer.plan_mixin import PlanMixin
-from upshift.training.hf_trainer.precision import forward_in_precision
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
@@ -300,12 +300,17 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
+        is_missing = self.optimizer is None
         if self.optimizer is None and plan is not None and self._upshift_builds_optimizer(plan):
             arguments = Arguments(max_steps=1, **{name: getattr(self.args, name) for name in SHARED_ARGUMENTS})
-            self.optimizer = build_optimizer(self.model, plan, arguments, sharding=self._upshift_update_sharding())
+            decayed = self.get_decay_parameter_names(self.model)
+            sharding = self._upshift_update_sharding()
+            self.optimizer = build_optimizer(self.model, plan, arguments, sharding=sharding, decayed=decayed)
         if self.optimizer is None:
             super().create_optimizer(model)
         self.optimizer = self._upshift_shard_optimizer(self.optimizer)
+        if is_missing:
+            self._upshift_made_optimizer = self.optimizer
         if plan is not None and plan.optimizer_in_backward and not self._upshift_backward_hooks:
             self._upshift_backward_hooks = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]
