@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -93,6 +92,7 @@ def _function_of(model: nn.Module) -> Callable[..., Any]:
 
 def _in_fp32(outputs: Any, *, only_scalars: bool) -> Any:
     """Return nested outputs with tensors of 16 bits in fp32, or only those without dimensions, such as a loss."""
+    from accelerate.utils import recursively_apply
 
     def is_converted(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and not (only_scalars and value.ndim)
