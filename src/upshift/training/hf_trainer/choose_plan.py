@@ -503,6 +503,7 @@ def _row_format(request: PlanRequest) -> CutSettings:
         unit=request.split.unit or "rows",
         trims=request.split.trims,
         drops_mask=request.split.drops_mask,
+        structure=rows.structure,
     )
 
 

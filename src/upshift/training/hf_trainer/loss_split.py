@@ -26,7 +26,7 @@ from upshift.errors import RequestError
 from upshift.models.describe import max_positions
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import RowBatch
+from upshift.training.batches.user_batches import RowBatch, RowStructure
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -93,6 +93,7 @@ class Split:
     reason: str = ""
     why_not_flat: str = "the loss of two rows end to end is not that of the two"
     isolation: Isolation | None = None  # None: unknown for this class of model
+    structure: RowStructure | None = None  # of the sampled batches; None: they are not made of rows, or stay whole
 
 
 def has_batch_statistics(model: nn.Module) -> str | None:
@@ -223,7 +224,15 @@ def _measure(rows: RowBatch, probes: LossProbes, pairs: list[Members]) -> Split:
     )
     flattens = drops_mask and probe.works_and_agrees(pair_loss, lambda: probe.flattened_loss(first_pair))
     ranges = {} if is_library_loss else entry_ranges(rows)
-    return Split(unit, trims, drops_mask, flattens, needs_equal_labels=has_equal_labels and not is_library_loss, ranges=ranges)
+    return Split(
+        unit,
+        trims,
+        drops_mask,
+        flattens,
+        needs_equal_labels=has_equal_labels and not is_library_loss,
+        ranges=ranges,
+        structure=rows.structure,
+    )
 
 
 def _check_gradient(rows: RowBatch, probes: LossProbes, members: Members, unit: Unit) -> None:
