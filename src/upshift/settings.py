@@ -46,6 +46,15 @@ class Ranks(Value):
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
     launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
 
+    def meeting_point(self) -> tuple[str, int]:
+        """Return the address and the port where the ranks meet. Raise RequestError if the launcher names none."""
+        if self.address is None or self.port is None:
+            raise RequestError(
+                f"this is rank {self.rank} of {self.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank "
+                "0 and MASTER_PORT to a port that is free there, for all ranks"
+            )
+        return self.address, self.port
+
 
 RANK_NAMES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -63,11 +72,14 @@ MAX_RANKS = 2**31 - 1  # a process group's ranks are 32-bit integers
 def read_ranks() -> Ranks | None:
     """Return what the launcher says of this process, or None if no launcher started it.
 
-    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets. Raise RequestError for variables
-    that are no numbers, that contradict each other, or of which some are missing."""
-    rows = [row for row in RANK_NAMES if row[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in os.environ]
+    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets. A single task of srun or mpirun
+    is no rank: it has no others to meet. A single rank of torchrun is one, because torchrun may start it again. Raise
+    RequestError for variables that are no numbers, that contradict each other, or of which some are missing."""
+    env = os.environ
+    rows = [row for row in RANK_NAMES if row[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in env]
     for rank_name, size_name, _ in rows:
-        if rank_name in os.environ and size_name in os.environ:
+        is_single = rank_name != "RANK" and env.get(size_name) == "1"
+        if rank_name in env and size_name in env and not is_single:
             return _read_ranks(rank_name, size_name)
     _check_no_rank(rows[0])
     return None

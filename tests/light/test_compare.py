@@ -149,7 +149,7 @@ def test_refusals(work: Path) -> None:
         upshift.compare(lambda: None, "true")
     with pytest.raises(RequestError, match="confidence of 95"):
         upshift.compare("true", "true", confidence=95)
-    with pytest.raises(RequestError, match="12 rounds and at most 3"):
+    with pytest.raises(RequestError, match="--max-rounds 3 is below --rounds 12"):
         upshift.compare("true", "true", max_rounds=3)
     for name, said in (
         ("planted:nothing", "planted has no nothing; give module:function"),

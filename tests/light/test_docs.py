@@ -106,7 +106,10 @@ def values(name: str, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_commands(path: Path) -> None:
+def test_commands(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = "base_model: MODEL\ndatasets: [{path: chats.jsonl, type: chat_template}]\n"  # --from-axolotl reads it
+    (tmp_path / "PATH").write_text(config)
     broken = []
     for number, line, whole in shown(path):
         try:

@@ -132,6 +132,10 @@ def test_a_typed_option_replaces_a_key(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().err
     assert "evals_per_epoch: --eval-steps replaces it" in printed
     assert "--learning-rate 2e-4  (learning_rate, replaced by the command line)" in printed
+    without_warmup = {name: value for name, value in PLAIN.items() if name != "warmup_ratio"}
+    for warmup in ({}, {"warmup_ratio": 0.1}, {"warmup_steps": 7}):
+        assert options(tmp_path, "--warmup-steps", "5", **warmup) == without_warmup | {"warmup_steps": 5}
+        assert options(tmp_path, "--warmup-ratio", "0.2", **warmup) == PLAIN | {"warmup_ratio": 0.2}
     alpaca = [{"path": "a.jsonl", "type": "alpaca"}]
     assert options(tmp_path, "--data-format", "alpaca", datasets=alpaca)["data_format"] == "alpaca"
 

@@ -76,6 +76,20 @@ def test_every_option_is_explained(path: tuple[str, ...], option: Any) -> None:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_what_a_file_may_give_is_not_required_on_the_command_line(path: tuple[str, ...], tmp_path: Path) -> None:
+    required = [parameter for parameter in COMMANDS[path].params if parameter.required]
+    file = tmp_path / "options.yaml"
+    file.write_text("".join(f"{long_name(parameter).strip('-').lower()}: a\n" for parameter in required))
+    takes_file = "--config" in page(path)
+    if takes_file and required:
+        with COMMANDS[path].make_context("upshift", ["--config", str(file)]) as context:
+            assert all(context.params[parameter.name] == "a" for parameter in required)
+    note = "[required, here or in the file]" if takes_file else "[required]"
+    text = " ".join(page(path).split())
+    assert (text.count(note), text.count("[required")) == (len(required), len(required))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_options_are_in_alphabetical_order(path: tuple[str, ...]) -> None:
     sections = re.split(r"\n\n(?=[A-Z][^\n]*:\n)", page(path))
     ordered = 0

@@ -239,6 +239,14 @@ def test_a_file_of_options_is_written_into_the_command(tmp_path: Path) -> None:
     assert isinstance(result.exception, RequestError) and "would delete what a restart goes on from" in str(result.exception)
 
 
+def test_a_config_of_axolotl_is_described_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("base_model: org/model\ndatasets: [{path: chats.jsonl, type: chat_template}]\n")
+    result = CliRunner().invoke(app, ["launch", "--slurm", "--dry-run", "--", "train", "--from-axolotl", str(path)])
+    assert result.exit_code == 0, result.exception
+    assert result.stderr.count("as options of upshift train:") == 1 and "--from-axolotl" not in result.stdout
+
+
 def test_a_pipe_is_written_to_and_a_folder_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -293,6 +301,8 @@ def test_a_pipe_is_written_to_and_a_folder_is_left_alone(tmp_path: Path) -> None
         (["--ray", "--nodes", "1:2"], "use --nodes 2"),
         (["--ray", "--memory", "64Gi"], "and --ray does not use it"),
         (["--ray", "--port", "29500"], "--port is of --hosts, --slurm, --mpi, and --ray"),
+        (["--hosts", "a,b", "--overwrite"], "--overwrite replaces the file of --output"),
+        (["--mpi", "--overwrite"], "--overwrite replaces the file of --output"),
         ([*KUBERNETES, "--port", "29500"], "and --kubernetes does not use it"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from upshift.cli.main import app
+from upshift.cli.options import LAYOUT_FLAGS
 from upshift.errors import RequestError
 
 MODEL = "/no/such/model"
@@ -16,13 +17,17 @@ OF_TRAINING = (
 OF_SEQUENCES = ("--sequence-length 64", "--global-batch 4")
 OF_PROMPTS = ("--prompt-length 8", "--output-length 8", "--concurrency 1")
 OF_THE_LOCK = ("--data d", "--risk 0.01", "--objective dpo", "--set precision=fp32", "--allow lion", "--steps 5", "--lock l.json")
+OF_THE_LAYOUT = tuple(
+    f"--{name.replace('_', '-')} {flag.choices[0] if flag.choices else 2}" for name, flag in LAYOUT_FLAGS.items()
+)
 INSTEAD = ("--largest batch", "--compare 1xh100", "--check c.json")
 REFUSED = [
     *(("--generate", option) for option in (*OF_TRAINING, *OF_SEQUENCES, "--max-latency-ms 5")),
     *(("--encode", option) for option in (*OF_TRAINING, *OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5")),
     *((question, option) for question in INSTEAD for option in ("--html p.html", "--rows 3", *OF_PROMPTS)),
-    *(("--check c.json", option) for option in (*OF_THE_LOCK, *OF_SEQUENCES)),
+    *(("--check c.json", option) for option in (*OF_THE_LOCK, *OF_SEQUENCES, *OF_THE_LAYOUT)),
     ("--largest batch", "--global-batch 4"),
+    ("--compare 1xh100", "--nproc 2"),
     *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5", "--max-latency-ms 5")),
 ]
 

@@ -85,3 +85,17 @@ def test_torchruns_own_name_of_no_name_is_none(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", said)
         ranks = read_ranks()
         assert ranks is not None and ranks.launch == understood
+
+
+@pytest.mark.parametrize("row", RANK_NAMES, ids=lambda row: row[0])
+def test_a_single_task_of_srun_or_mpirun_has_no_others_to_meet(
+    row: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip((*row, "SLURM_STEP_ID"), ("0", "1", "0", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert (read_ranks() is not None) == (row[0] == "RANK")  # torchrun may start its only rank again
+
+
+def test_ranks_without_an_address_are_told_what_to_set() -> None:
+    with pytest.raises(RequestError, match="rank 1 of 2, .* set MASTER_ADDR .* and MASTER_PORT"):
+        Ranks(rank=1, size=2, local_rank=0, address=None, port=None).meeting_point()

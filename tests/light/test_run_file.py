@@ -87,6 +87,20 @@ def test_words_set_aside_what_excludes_them(tmp_path: Path) -> None:
     assert (values["overwrite"], values["resume"]) == (False, True)
 
 
+EXCLUSIVE = (  # options of which each excludes the other
+    ("--warmup-steps 5", "--warmup-ratio 0.1"),
+    ("--resume", "--overwrite"),
+)
+
+
+@pytest.mark.parametrize("pair", EXCLUSIVE)
+@pytest.mark.parametrize("turn", [1, -1])
+def test_each_of_two_that_exclude_each_other_may_be_typed(pair: tuple[str, str], turn: int, tmp_path: Path) -> None:
+    typed, of_the_file = pair[::turn]
+    path = str(written(tmp_path / "run.yaml", *NEEDED, *of_the_file.split()))
+    assert options("--config", path, *typed.split()) == options(*NEEDED, *typed.split())
+
+
 @pytest.mark.parametrize("form", [["--config", "PATH"], ["--config=PATH"]], ids=" ".join)
 def test_the_words_of_another_host_need_no_file(form: list[str], tmp_path: Path) -> None:
     path = file_of(tmp_path, "model: OTHER\nseed: 3\nset: [precision=bf16, packing=true]\nload-best: true\neval-steps: 2\n")

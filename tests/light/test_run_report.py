@@ -54,6 +54,13 @@ def test_a_killed_rank_leaves_nothing_and_is_named(tmp_path: Path) -> None:
     assert killed.subject == "rank 1" and "dmesg" in (killed.fix or "")
 
 
+def test_a_killed_rank_is_named_though_it_had_reported_a_slow_one(tmp_path: Path) -> None:
+    lost = [report(rank, "died", "RuntimeError: gloo: Connection closed by peer") for rank in (1, 2)]
+    findings = look(tmp_path, report(0, "slow", "rank 1 holds up the others"), *lost)
+    (missing,) = [finding for finding in findings if "left no report" in finding.what]
+    assert (missing.subject, missing.evidence) == ("rank 0", "2 of 3 ranks left one")
+
+
 def test_who_holds_up_a_hang(tmp_path: Path) -> None:
     waits = [report(rank, "stalled", "since 70 s", waiting="all_reduce 40 of group 0") for rank in (0, 2)]
     (found,) = look(tmp_path, *waits, report(1, "stalled", "since 70 s", at="upshift/training/batches/sampler.py:12 (read)"))

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from made_up_plans import made_up_planning
-from rich.console import Console
 
 from upshift.cli import tables
 from upshift.cli.plan import command
@@ -23,7 +22,7 @@ PLANNINGS = {host: made_up_planning(on=host, global_batch=batch) for host, batch
 
 def printed(planning: Planning, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     file = io.StringIO()
-    monkeypatch.setattr(tables, "out", Console(file=file, width=width))
+    monkeypatch.setattr(tables, "out", tables.new_console(file=file, width=width))
     command._print_planning(planning, None, rows=5)
     return file.getvalue()
 

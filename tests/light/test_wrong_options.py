@@ -18,6 +18,7 @@ from upshift.cli import main as command_line
 from upshift.cli.usage.commands import MAY_BE_EMPTY, _has_help_all
 from upshift.cli.usage.help_page import is_option, long_name
 from upshift.cli.usage.messages import annotation_of, number_type
+from upshift.errors import RequestError
 
 ROOT: Any = typer.main.get_command(command_line.app)
 
@@ -257,3 +258,17 @@ def test_completion_prints_no_page(path: tuple[str, ...]) -> None:
     with redirect_stdout(io.StringIO()) as out:
         COMMANDS[path].make_context(path[-1], ["--help-all"], resilient_parsing=True)
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("load-test http://127.0.0.1:1 --prompts p --prompt-words 64", ("--prompt-words 64", "--prompts p")),
+        ("serve m --prompts p --prompt-length 4000", ("--prompt-length 4000", "--prompts p")),
+        ("bench compare true true --max-rounds 5", ("--max-rounds 5", "--rounds 12")),
+    ],
+)
+def test_options_that_exclude_each_other_are_both_named(words: str, options: tuple[str, str]) -> None:
+    with pytest.raises(RequestError) as problem:
+        command_line.app(words.split(), standalone_mode=False)
+    assert all(option in str(problem.value) for option in options)

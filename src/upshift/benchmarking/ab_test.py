@@ -177,8 +177,10 @@ def _looks(rounds: int, max_rounds: int, confidence: float, measure: Measure) ->
         raise RequestError(
             f"a confidence of {confidence} is not possible; give 0.5 or more and below 1, such as {significance.CLAIM}"
         )
-    if rounds < 1 or max_rounds < rounds:
-        raise RequestError(f"{rounds} rounds and at most {max_rounds} are not possible; give 1 or more, and at most no fewer")
+    if rounds < 1:
+        raise RequestError(f"--rounds {rounds} is not possible; give 1 or more")
+    if max_rounds < rounds:
+        raise RequestError(f"--max-rounds {max_rounds} is below --rounds {rounds}; give at least {rounds}, or fewer --rounds")
     looks = [rounds]
     while looks[-1] < max_rounds:
         looks.append(min(2 * looks[-1], max_rounds))

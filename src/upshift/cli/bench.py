@@ -141,9 +141,7 @@ def run(
         command += ["--results", str(results)]
     for claim in case.claims:
         goal = "" if claim.goal is None else f"; goal: {claim.goal:g} {claim.unit}"
-        tables.err.print(
-            f"{name}/{claim.name}: {claim.text}. {claim.ours} against {claim.baseline}{goal}", markup=False, highlight=False
-        )
+        tables.err.print(f"{name}/{claim.name}: {claim.text}. {claim.ours} against {claim.baseline}{goal}", highlight=False)
     code = subprocess.run(command, check=False).returncode
     if code:
         raise JobFailed(f"case {name} ended with exit code {code}")
@@ -151,7 +149,7 @@ def run(
         return
     for claim in case.claims:
         status = ClaimStatus.of(case, claim)
-        tables.err.print(f"{status.name}: {status.written(status.value)}", markup=False, highlight=False)
+        tables.err.print(f"{status.name}: {status.written(status.value)}", highlight=False)
 
 
 @app.command("compare", cls=HelpCommand, epilog="upshift bench compare 'sleep 0.1' 'sleep 0.2' --rounds 12")
@@ -190,7 +188,7 @@ def _print_comparison(comparison: Any) -> None:
         result = [f"{contender.result.p50:g}"] if "result" in columns and contender.result else []
         table.add_row(letter, contender.label, *(f"{value:.3f}" for value in times), tables.gib(contender.resident_gib), *result)
     tables.out.print(table)
-    tables.out.print(str(comparison), markup=False, highlight=False, soft_wrap=True)
+    tables.out.print(str(comparison), highlight=False, soft_wrap=True)
 
 
 @app.command("report", cls=HelpCommand, epilog="upshift bench report --html claims.html")
@@ -210,7 +208,7 @@ def report(
     root = next(iter(cases_by_name.values())).path.parents[2] if cases_by_name else Path.cwd()
     if write:
         for path in documents.renew_documents(root, cases_by_name):
-            tables.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
+            tables.out.print(f"{path.relative_to(root)} renewed", highlight=False)
     if html is not None:
         from upshift.benchmarking.claims import claim_statuses
         from upshift.reports.claims import claims_page
@@ -219,7 +217,7 @@ def report(
         write_page(html, claims_page(claim_statuses(cases_by_name)))
     problems = [str(problem) for problem in documents.find_stale(root, cases_by_name)]
     for problem in problems:
-        tables.out.print(problem, markup=False, highlight=False, soft_wrap=True)
+        tables.out.print(problem, highlight=False, soft_wrap=True)
     if problems:
         raise JobFailed(f"{len(problems)} of README and docs are not what the rows say; upshift bench report --write renews them")
-    tables.out.print("README and docs say what the rows do", markup=False, highlight=False)
+    tables.out.print("README and docs say what the rows do", highlight=False)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from upshift.cli import tables
 from upshift.cli.options import Json, Model, argument, option, output_folder
@@ -43,8 +43,8 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
 
     Every byte counts twice, because it is written and read again."""
     columns = (
-        SpinnerColumn(), TextColumn("Writing"), BarColumn(bar_width=BAR_WIDTH), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TextColumn(_disk_rate_text(model)), TimeRemainingColumn(),
+        SpinnerColumn(), tables.text_column("Writing"), BarColumn(bar_width=BAR_WIDTH), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(), tables.text_column(_disk_rate_text(model)), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=tables.err, transient=True) as progress, activity("Writing") as current:
         task = progress.add_task("", total=None)

@@ -77,7 +77,7 @@ def show(
     source = find_model_to_train(model, has_reward_head=options.has_reward_head)
     prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
-        tables.out.print(f"[dim]{_title(number, has_pairs=options.has_pairs)}[/dim]", highlight=False)
+        tables.dim(_title(number, has_pairs=options.has_pairs))
         tables.out.print(_marked_text(parts), soft_wrap=True)
     counts = count_tokens(prepared)
     learned = "drawn at random while the model is trained"
@@ -138,6 +138,9 @@ def to_tfrecord(
     pad_token_id = prepared.objective.pad_token_id
     index = write_records(_examples(prepared, seed), output, pad_token_id=pad_token_id, shards=shards)
     tables.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
+    num_held_out = len(prepared.evaluation or ())
+    if num_held_out:
+        tables.dim(f"{num_held_out:,} sequences are held out for evaluation, and are not written")
 
 
 def _examples(prepared: Any, seed: int) -> Iterator[dict[str, Any]]:

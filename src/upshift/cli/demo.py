@@ -39,7 +39,7 @@ def command(
         profile = prepared.planning.profile
         num_files = prepared.data.summary.num_documents
         model = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
-        tables.err.print(f"[dim]{model}; {num_files} files of Python's standard library[/dim]")
+        tables.dim(f"{model}; {num_files} files of Python's standard library", tables.err)
         result = run_demo(
             prepared, output, timing=timing,
             on_baseline=display.event_callback("Plain default", prepared.planning.default.resident),
@@ -55,8 +55,8 @@ def _print_result(result: Any) -> None:
     tables.out.print(tables.plans_table(prepared.planning, rows=3))
     if prepared.proof is not None:
         tables.out.print(tables.trials_table(prepared.proof.tried, prepared.proof.chosen))
-    tables.out.print("[bold]The trained model continues a prompt[/bold]")
-    tables.out.print(result.text, markup=False, highlight=False, style="green")
+    tables.out.print("The trained model continues a prompt", style="bold")
+    tables.out.print(result.text, highlight=False, style="green")
     tables.out.print(tables.prediction_table(result.chosen.predicted, result.chosen.measured))
     at_equal_tokens = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
     tables.out.print(tables.comparison_table([("plain default", result.baseline.measured), ("chosen plan", at_equal_tokens)]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import Json, argument, command_line_options, option
@@ -27,9 +28,9 @@ USED = {  # by the subject of the examination: the options that refine it
     MACHINE: ("--quick", "--psu", "--plan", "--output"),
 }  # fmt: skip
 USED_BY_ALL = ("--json",)
-MARKS = {
-    "error": "[bold red]ERROR[/]", "warning": "[yellow]WARN [/]", "hint": "[cyan]HINT [/]", "ok": "[green]ok   [/]",
-    "unknown": "[dim]?    [/]",
+MARKS = {  # by severity: the mark before a finding, and its style
+    "error": ("ERROR", "bold red"), "warning": ("WARN ", "yellow"), "hint": ("HINT ", "cyan"), "ok": ("ok   ", "green"),
+    "unknown": ("?    ", "dim"),
 }  # fmt: skip
 
 RunDir = Annotated[
@@ -38,7 +39,9 @@ RunDir = Annotated[
         "[RUN_DIR]", "The output folder of a run that hung, was slow or died. Without it: this machine.", panel=Panel.SUBJECT
     ),
 ]
-Quick = Annotated[bool, option("--quick", text="Only read facts, which takes seconds. Measure nothing.", panel=Panel.MEASUREMENT)]
+Quick = Annotated[
+    bool, option("--quick", text="Measure only the disks, with files of 16 MiB. Takes seconds.", panel=Panel.MEASUREMENT)
+]
 Psu = Annotated[
     float | None,
     option(
@@ -189,15 +192,12 @@ def report_findings(findings: list[Finding], *, document: str, as_json: bool, in
 
 
 def show_finding(finding: Finding) -> None:
-    from rich.markup import escape
-
-    subject = escape(finding.subject)
-    facts = f" [dim]| {escape(finding.evidence)}[/]" if finding.evidence else ""
-    line = f"{MARKS[finding.severity]} [bold]{subject}[/]: {escape(finding.what)}{facts}"
-    tables.out.print(line, highlight=False, soft_wrap=True)
+    facts = f" | {finding.evidence}" if finding.evidence else ""
+    line = Text.assemble(MARKS[finding.severity], " ", (finding.subject, "bold"), f": {finding.what}", (facts, "dim"))
+    tables.out.print(line, soft_wrap=True)
     for name, text in (("because", finding.cause), ("fix", finding.fix)):
         if text is not None:
-            tables.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+            tables.print_detail(name, text)
 
 
 FirstRun = Annotated[Path, argument("A", "The output folder of a run.", panel=Panel.SUBJECT)]

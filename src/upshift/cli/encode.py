@@ -22,7 +22,7 @@ from upshift.settings import wait_briefly
 Input = Annotated[
     Path,
     option(
-        "--input", "-i", text='The texts: a .txt file with one text in each line, or a .jsonl file with the field "text".',
+        "--input", "-i", text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt".',
         panel=Panel.MODEL, metavar="PATH",
     ),
 ]  # fmt: skip

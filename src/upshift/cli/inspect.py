@@ -151,4 +151,4 @@ def command(
         return
     for table in tables.inspection_tables(inspection):
         tables.out.print(table)
-    tables.out.print(f"[dim]FLOPs: {inspection.flop_convention}.[/dim]")
+    tables.dim(f"FLOPs: {inspection.flop_convention}.")

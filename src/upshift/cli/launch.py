@@ -186,6 +186,10 @@ def _check_used(launcher: str, options: Mapping[str, str], host_names: tuple[str
     if unused is not None:
         users = ", ".join(f"--{name}" for name in USED_BY[unused])
         raise RequestError(f"{options[unused]} is of {users}, and --{launcher} does not use it; leave it out")
+    if "overwrite" in options and launcher in ("hosts", "mpi") and "output" not in options:
+        raise RequestError(
+            "--overwrite replaces the file of --output, and no file is written; add --output PATH, or leave it out"
+        )
     if "port" in options and launcher == "hosts" and host_names == ("localhost",):
         raise RequestError("--port is where several hosts meet, and localhost is one; leave it out")
 

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import ApiKeyFile, Html, Json, argument, option, read_api_keys
+from upshift.cli.options import ApiKeyFile, Html, Json, argument, command_line_options, option, read_api_keys
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
@@ -60,6 +61,7 @@ Seed = Annotated[
 
 
 def command(
+    context: typer.Context,
     url: Url,
     rate: Rate = "1",
     duration: Duration = 30.0,
@@ -77,6 +79,10 @@ def command(
 
     The rate stays the same when answers are late (open loop).
     """
+    if prompts is not None and "prompt_words" in command_line_options(context):
+        raise RequestError(
+            f"--prompt-words {prompt_words} is of random prompts, and --prompts {prompts} has its own; leave one out"
+        )
     if installed_version("httpx2") is None:
         raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
     from upshift.inference.race.types import read_limit

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.text import Text
+
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
 from upshift.cli.options import Json, argument, move_flags_to_set, option, output_folder
@@ -53,42 +55,40 @@ def read_train_command(words: list[str]) -> dict[str, Any]:
 
 
 def _print_report(report: Any) -> None:
-    from rich.markup import escape
-
-    tables.out.print(f"[bold]{report.label}[/bold]", highlight=False)
+    tables.out.print(report.label, style="bold", highlight=False)
     against = f"{tables.number(report.roofline_ms, 1)} ms at this host's rates"
     predicted = "" if report.predicted_ms is None else f", {tables.number(report.predicted_ms, 1)} predicted"
     speed = f"{tables.number(report.tokens_per_second)} tokens/s"
     tables.out.print(f"{tables.number(report.step_ms, 1)} ms a step ({speed}); {against}{predicted}", highlight=False)
-    tables.out.print(f"[bold]Bound by {report.binding_term}[/bold]: {report.binding_words}", highlight=False)
+    tables.out.print(Text.assemble((f"Bound by {report.binding_term}", "bold"), f": {report.binding_words}"))
     table = tables.new_table("Where a step goes", "work", "", numbers=("ms", "share", "roofline ms", "times"))
     for kind in report.kinds:
         bar = "█" * round(20 * kind.share)
         times = tables.number(kind.times_roofline, 1) if kind.times_roofline is not None else "-"
         bound = tables.number(kind.roofline_ms, 1) if kind.roofline_ms is not None else "-"
-        table.add_row(kind.kind, f"[cyan]{bar}[/]", tables.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
+        table.add_row(kind.kind, Text(bar, style="cyan"), tables.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
     tables.out.print(table)
     _print_memory(report)
     _print_changes(report)
     for finding in report.findings:
         doctor.show_finding(finding)
     traces = ", ".join(rank.trace for rank in report.ranks)
-    tables.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
+    tables.dim(f"For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {report.folder}")
 
 
 def _print_changes(report: Any) -> None:
     """Print the changes of the plan that would help most, by the planner with the measured terms."""
-    from rich.markup import escape
-
     if not report.changes:
-        tables.out.print("[bold]No single choice[/bold] would bring a percent, by the planner with these measured terms.")
+        rest = " would bring a percent, by the planner with these measured terms."
+        tables.out.print(Text.assemble(("No single choice", "bold"), rest))
     for number, change in enumerate(report.changes, start=1):
         mathematics = ", changes the mathematics" if change.allow else ""
         memory = "" if change.more_gib is None else f", {change.more_gib:+.2f} GiB"
-        gain = f"[bold green]{change.gain:+.0%}[/] tokens/s, {-change.saved_ms:+,.1f} ms a step{memory}{mathematics}"
-        tables.out.print(f"[bold]{number}. {change.choice}[/bold]: {gain}", highlight=False)
-        tables.out.print(f"      [dim]because:[/] {escape(change.why)}", highlight=False, soft_wrap=True)
-        tables.out.print(f"      [dim]type:[/] {escape(change.fix)}", highlight=False, soft_wrap=True)
+        gain = (f"{change.gain:+.0%}", "bold green")
+        rest = f" tokens/s, {-change.saved_ms:+,.1f} ms a step{memory}{mathematics}"
+        tables.out.print(Text.assemble((f"{number}. {change.choice}", "bold"), ": ", gain, rest))
+        tables.print_detail("because", change.why)
+        tables.print_detail("type", change.fix)
 
 
 def _print_memory(report: Any) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.text import Text
 
 from upshift.units import format_seconds
 
@@ -123,7 +122,6 @@ def activity(title: str) -> Iterator[Activity]:
 
 
 def _plain_text(text: str) -> str:
-    """Return the text without markup, line breaks and control characters."""
-    without_markup = Text.from_markup(text).plain if "[" in text else text
-    printable = "".join(character if character.isprintable() else " " for character in without_markup)
+    """Return the text in one line, without control characters."""
+    printable = "".join(character if character.isprintable() else " " for character in text)
     return " ".join(printable.split())

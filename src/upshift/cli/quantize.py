@@ -10,7 +10,6 @@ from upshift.cli import tables
 from upshift.cli.options import Json, Model, Overwrite, option, output_folder
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
-from upshift.errors import RequestError
 from upshift.units import format_bytes
 
 TRANSFORMERS = "transformers' from_pretrained"
@@ -28,7 +27,7 @@ Texts = Annotated[
     Path,
     option(
         "--texts", panel=Panel.MODEL, metavar="PATH",
-        text='Texts like those of later use: a .txt file with one in each line, or a .jsonl file with the field "prompt".',
+        text='Texts like those of later use: a .txt file with one in each line, or .jsonl with the field "text" or "prompt".',
     ),
 ]  # fmt: skip
 Output = Annotated[Path, output_folder("The folder to write.")]
@@ -54,13 +53,13 @@ def command(
 
     The rounding is fitted to some of the texts, and the results are compared on others.
     """
-    from upshift.inference.generation.prompts import check_prompts, read_prompts
+    from upshift.inference.encoding.files import check_texts, read_texts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
     from upshift.inference.race.types import pick_evenly_from_stream
     from upshift.inference.resumable_output import count_lines
     from upshift.inference.weights import find_plain_weights
 
-    check_prompts(texts, "--texts")
+    check_texts(texts, "--texts")
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
     from upshift.inference.encoding import quantize as encoding  # imports torch: a wrong path was refused before
@@ -71,13 +70,10 @@ def command(
     encodes = is_encoder(source)
     width: Bits = 8 if bits == "8" else 4
     loader = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
-    sample = pick_evenly_from_stream(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
-    plain_texts = [text for text in sample if isinstance(text, str)]
-    if len(plain_texts) < len(sample):
-        raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
+    sample = pick_evenly_from_stream(read_texts(texts), count_lines(texts), SAMPLE_TEXTS)
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of
     with tables.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
-        result = quantize(source, rounding_of(source, plain_texts), output, bits=width, engine=loader)
+        result = quantize(source, rounding_of(source, sample), output, bits=width, engine=loader)
     if as_json:
         sys.stdout.write(result.to_json() + "\n")
         return

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from rich.text import Text
+
 from upshift.cli import tables
 from upshift.cli.progress import activity
 from upshift.training.loop.events import EARLY_STOPPING
@@ -20,14 +22,14 @@ class RunDisplay:
     ``quiet``: print nothing on a terminal. ``title``: a line printed at the start."""
 
     def __init__(self, *, quiet: bool = False, title: str | None = None) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
         self.quiet = quiet
         self.title = title
         columns = (
-            TextColumn("{task.description}"),
+            tables.text_column("{task.description}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
+            tables.text_column("{task.fields[text]}"),
             TimeElapsedColumn(),
         )
         self.progress = Progress(*columns, console=tables.err, transient=True, disable=quiet)
@@ -90,23 +92,25 @@ class RunDisplay:
         self._activity.update(title="Choosing among the plans")
         best = planning.ranking.candidates[0]
         self._print(
-            f"[dim]{len(planning.ranking.candidates):,} plans fit {planning.host.name}; best predicted: {best.plan.label()}, "
-            f"{best.tokens_per_second:,.0f} tokens/s[/dim]"
+            f"{len(planning.ranking.candidates):,} plans fit {planning.host.name}; best predicted: {best.plan.label()}, "
+            f"{best.tokens_per_second:,.0f} tokens/s",
+            style="dim",
         )
 
     def _print_trial(self, tried: Any) -> None:
-        outcome = f"{tried.best.tokens_per_second:,.0f} tokens/s" if tried.ok else f"[red]{tried.failure}[/red]"
-        self._print(f"[dim]tried {tried.candidate.plan.label()}: {outcome}[/dim]")
+        outcome = f"{tried.best.tokens_per_second:,.0f} tokens/s" if tried.ok else str(tried.failure)
+        outcome_style = "dim" if tried.ok else "dim red"
+        self._print(Text.assemble((f"tried {tried.candidate.plan.label()}: ", "dim"), (outcome, outcome_style)))
 
     def _print_notes(self, proof: Any) -> None:
         for note in proof.notes:
-            self._print(f"[dim]{note}[/dim]")
+            self._print(note, style="dim")
 
     def _print_plan(self, prepared: Any) -> None:
         self._activity.update(title="Loading the model")
         resident_gib = prepared.predicted.resident_gib
         self.predicted_bytes = resident_gib * GIB if resident_gib else None
-        self._print(f"[bold]Plan: {prepared.plan.label()}[/bold]")
+        self._print(f"Plan: {prepared.plan.label()}", style="bold")
 
     def _show_event(self, event: Any, *, name: str = "Step") -> None:
         kind = type(event).__name__
@@ -114,24 +118,25 @@ class RunDisplay:
             self._show_step(event, name)
         elif kind == "OutOfMemory":
             self._print(
-                f"[yellow]step {event.step} ran out of memory: {event.verdict}; it goes on with micro-batches of "
+                f"step {event.step} ran out of memory: {event.verdict}; it goes on with micro-batches of "
                 f"{event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before, and the same "
-                f"gradients; {event.autopsy}[/yellow]"
+                f"gradients; {event.autopsy}",
+                style="yellow",
             )
         elif kind == "Doubted":
-            self._print(f"[yellow]{event.words}[/yellow]")
+            self._print(event.words, style="yellow")
         elif kind == "Waited":
-            self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
+            self._print(f"step {event.step}: {event.words}", style="yellow")
         elif kind in _TEXTS:
-            self._print(f"[dim]{_TEXTS[kind](event)}[/dim]")
+            self._print(_TEXTS[kind](event), style="dim")
         elif kind == "Saved":
-            self._print(f"[dim]saved {event.path}[/dim]")
+            self._print(f"saved {event.path}", style="dim")
         elif kind == "Finished" and event.reason == EARLY_STOPPING:
             self._print(f"ended early after step {event.step}: the held-out loss no longer falls")
         elif kind == "Started":
             self._activity.update(title="The first step")
             if event.resumed_from:
-                self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
+                self._print(f"resumed from {event.resumed_from} after step {event.step}", style="dim")
 
     def _show_step(self, event: Any, name: str) -> None:
         memory = format_bytes(event.resident_bytes)
@@ -147,10 +152,10 @@ class RunDisplay:
             numbers = f"loss {event.logged_loss:.4f}{rewards} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
             self._print(f"{name} {event.step}/{event.max_steps}: {numbers}", soft_wrap=True)
 
-    def _print(self, text: str, *, soft_wrap: bool = False) -> None:
+    def _print(self, text: str | Text, *, style: str | None = None, soft_wrap: bool = False) -> None:
         """Print a line. ``soft_wrap``: never break it, so that a log has one line for it."""
         if not self.quiet:
-            self.progress.console.print(text, highlight=False, soft_wrap=soft_wrap)
+            self.progress.console.print(text, style=style, highlight=False, soft_wrap=soft_wrap)
 
 
 def _rewards_text(accuracy: float | None, margin: float | None) -> str:

@@ -177,6 +177,7 @@ def command(
     race_seconds: RaceSeconds = None,
 ) -> None:
     """Serve models with an OpenAI-compatible API. Tests the installed engines, uses the fastest one, and stops at Ctrl-C."""
+    _check_prompts(prompts, prompt_length)
     _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
     from upshift.serving.app import Site
@@ -210,6 +211,14 @@ def command(
             memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=generation_options,
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
+
+
+def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:
+    if prompts is not None and prompt_length is not None:
+        raise RequestError(
+            f"--prompt-length {prompt_length} is of the prompts that the server expects, and --prompts {prompts} has them; leave "
+            "one of them out"
+        )
 
 
 def _check_libraries() -> None:

@@ -9,12 +9,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
@@ -40,14 +41,32 @@ NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
 RATES: dict[SampleUnit, str] = {"tokens": "tok/s", "images": "images/s"}
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
-out = Console()
-err = Console(stderr=True)
+
+def new_console(*, stderr: bool = False, file: IO[str] | None = None, width: int | None = None) -> Console:
+    """Return a console that prints every text as it is. Styles are arguments or ``rich.text.Text``, never markup in a text.
+
+    Messages of libraries, paths and names hold brackets. As markup rich would drop them, or raise MarkupError."""
+    return Console(stderr=stderr, file=file, width=width, markup=False, emoji=False)
+
+
+out = new_console()
+err = new_console(stderr=True)
+
+
+def text_column(template: str) -> TextColumn:
+    """Return a column of a progress bar that shows its text as it is, as the consoles do."""
+    return TextColumn(template, markup=False)
+
+
+def print_detail(name: str, text: str) -> None:
+    """Print a detail below a finding or a change, such as its cause. The line is not broken: a person copies commands."""
+    out.print(Text.assemble((f"      {name}:", "dim"), f" {text}"), soft_wrap=True)
 
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[float, float], None]]:
     """Show a progress bar on standard error until the block ends. Yield ``update(done, total)``."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (SpinnerColumn(), text_column("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as progress, activity(title) as current:
         task = progress.add_task(title, total=None)
 
@@ -62,9 +81,9 @@ def bar(title: str) -> Iterator[Callable[[float, float], None]]:
 def step(title: str) -> Iterator[None]:
     """Show a spinner with the elapsed time until the block ends, then print one line with the time that it took."""
     start = time.perf_counter()
-    with err.status(title), activity(title):
+    with err.status(Text(title)), activity(title):
         yield
-    err.print(f"[dim]{title}: {format_seconds(time.perf_counter() - start)}[/dim]")
+    err.print(f"{title}: {format_seconds(time.perf_counter() - start)}", style="dim")
 
 
 def gib(value: float | None) -> str:
@@ -122,6 +141,11 @@ def adapter_line(options: AdapterOptions) -> str | None:
     return f"{kind} of rank {options.lora_rank}{details} around {target}{beside}{weights}"
 
 
+def subject_line(architecture: str, host: Host, size: str) -> Text:
+    """Return the first line of the answers of ``upshift plan``: the model, the host, and the size of the work."""
+    return Text.assemble((architecture, "bold"), " on ", (host.name, "bold"), f", {size}")
+
+
 def plans_table(planning: Planning, *, rows: int) -> Table:
     """Return the best plans, one row for plans that are alike, and the plain default below them."""
     ranking = planning.ranking
@@ -142,7 +166,7 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
         bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
         table.add_row(
             label,
-            candidate.plan.label() + (f" [dim]and {num_alike:,} alike[/dim]" if num_alike else ""),
+            Text.assemble(candidate.plan.label(), (f" and {num_alike:,} alike" if num_alike else "", "dim")),
             *([numbers.binding_term if fits else "does not fit"] if wide else []),
             *(speed if fits else ("-", "-")),
             *(gib(size) for size in sizes),
@@ -390,9 +414,9 @@ STOPPED = {  # why the race stopped timing an engine, by the reason's name
 }
 
 
-def dim(text: str, console: Console = out) -> None:
-    """Print a text in gray, without reading markup in it: names of extras look like markup."""
-    console.print(text, style="dim", markup=False, highlight=False)
+def dim(text: str, console: Console | None = None) -> None:
+    """Print a text in gray. ``console``: standard output if None."""
+    (console or out).print(text, style="dim", highlight=False)
 
 
 def run_printer(unit: str) -> Callable[[Any], None]:

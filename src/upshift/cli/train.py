@@ -297,6 +297,9 @@ def _run_torch(request: TrainRequest, *, as_json: bool) -> None:
         _print_record(record, as_json=as_json)
 
 
+NAME = "upshift train"
+
+
 def parse(words: Sequence[str]) -> dict[str, Any]:
     """Parse the words that follow ``upshift train``. Return the options by name. Raise RequestError for wrong ones."""
     parsed: dict[str, Any] = _context_of(words).params
@@ -306,17 +309,22 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
 def expand(words: Sequence[str]) -> list[str]:
     """Return the words that follow ``upshift train``, with the options of the files of --config and --from-axolotl in them.
 
-    Another host, which runs the command, need not have the file."""
-    context = _context_of(words)
+    Another host, which runs the command, need not have the file. ``words``: those that ``parse`` takes."""
+    command_parser = _parser()
+    context = command_parser.context_class(command_parser, info_name=NAME)
     return expand_file(context.command, context, expand_axolotl(context.command, context, words))
 
 
 def _context_of(words: Sequence[str]) -> Any:
     """Return typer's context of ``upshift train`` with these words. Raise RequestError for wrong ones."""
+    return _parser().make_context(NAME, list(words))
+
+
+def _parser() -> Any:
+    """Return typer's parser of ``upshift train``."""
     app = typer.Typer(add_completion=False)
     app.command("train", cls=HelpCommand)(command)
-    parser: Any = typer.main.get_command(app)
-    return parser.make_context("upshift train", list(words))
+    return typer.main.get_command(app)
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

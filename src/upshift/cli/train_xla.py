@@ -164,7 +164,7 @@ def _print_step(step: Any, *, quiet: bool) -> None:
         held_out = "" if step.evaluation_loss is None else f", held-out loss {step.evaluation_loss:.4f}"
         position = f"step {step.step}/{step.max_steps} loss {step.loss:.4f}"
         text = f"{position}, {step.seconds:.2f} s at {step.width} tokens{programs}{held_out}"
-        tables.err.print(f"[dim]{text}[/dim]", highlight=False)
+        tables.dim(text, tables.err)
 
 
 def _print_results(trained: Any, steps: list[Any], seconds: float, *, as_json: bool) -> None:
@@ -174,7 +174,9 @@ def _print_results(trained: Any, steps: list[Any], seconds: float, *, as_json: b
     widths = ", ".join(map(str, trained.widths))
     tables.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
     loss = f"{trained.losses[-1]:.4f}" if trained.losses else "unknown"
-    duration = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
+    earlier = len(trained.losses) - len(steps)  # before a resume
+    resumed = f", after {earlier} steps of earlier runs" if earlier else ""
+    duration = f"{len(steps)} steps in {format_seconds(seconds)}{resumed}"
     tables.out.print(f"Loss {loss} after {duration}. Model saved in {trained.model_directory}", highlight=False)
 
 

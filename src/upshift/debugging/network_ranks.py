@@ -23,9 +23,10 @@ SLOWER = 3.0  # a pair that is so many times slower than the median of all pairs
 def examine_ranks(ranks: Ranks) -> list[Finding]:
     """Return the findings about all ranks on rank 0, and no findings on the other ranks.
 
-    A failure raises no error: it is a finding of the rank that sees it.
+    A failure raises no error: it is a finding of the rank that sees it. Raise RequestError if the launcher names no address.
     """
-    address = f"{ranks.address}:{ranks.port}"
+    host, port = ranks.meeting_point()
+    address = f"{host}:{port}"
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())  # under Slurm each rank may see only one
@@ -33,7 +34,13 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=MEET_SECONDS))
+        dist.init_process_group(
+            backend,
+            init_method="env://" if ranks.store_is_there else f"tcp://{address}",  # torch reads torchrun's variables only
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timedelta(seconds=MEET_SECONDS),
+        )
         summed = torch.full((MIB,), float(ranks.rank + 1), device=device)
         dist.all_reduce(summed)
         expected = ranks.size * (ranks.size + 1) / 2
@@ -54,7 +61,7 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
         }
         gathered: list[dict[tuple[int, int], tuple[float, float] | None]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(gathered, pairs)
-    except RuntimeError as failure:
+    except (RuntimeError, ValueError) as failure:  # ValueError: an address that torch cannot parse
         message = " ".join(str(failure).split())[:200]
         variables = "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=NAME" if backend == "nccl" else "export GLOO_SOCKET_IFNAME=NAME"
         return [

@@ -228,13 +228,13 @@ def _silent(reports: list[RankReport]) -> Iterator[Finding]:
     serious = [report for report in reports if report.kind != "slow"]
     if not serious:
         return
-    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports})
+    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in serious})
     if missing:
         names = ", ".join(map(str, missing))
         yield error(
             f"rank {names}",
             what="left no report: its process was killed, or its host is gone",
-            evidence=f"{len(reports)} of {serious[0].ranks} ranks left one",
+            evidence=f"{len(serious)} of {serious[0].ranks} ranks left one",
             fix="on its host: dmesg -T | grep -i -E 'killed process|xid' names the cause; then --resume",
         )
 

@@ -120,7 +120,7 @@ class EngineSetup(Value):
     precision: Precision = Field(
         description="of matrix products; ...-weights: only weights are rounded, else activations too; stored: as the files are"
     )
-    device: Device = Field("cpu", description="cuda: the first GPU that torch sees, of NVIDIA or AMD")
+    device: Device = Field("cpu", description="cuda: the first NVIDIA GPU that torch sees")
     threads: int = Field(gt=0)
     batch: int = Field(gt=0, description="tokens of a batch of texts, with padding; or sequences that are generated at once")
     hint: Hint = Field("throughput", description="throughput: several batches share the cores; latency: one batch has all cores")

@@ -29,7 +29,7 @@ def find_weights(model: str) -> ModelSource:
     Raise RequestError for a model without weights, or with an adapter."""
     source = find_model(model)
     if source.adapter is not None:
-        raise RequestError(f"{model!r} has an adapter; merge it into its model (peft: merge_and_unload), then give that")
+        raise RequestError(f"{model!r} is an adapter; write one model of both: upshift merge {model} --output DIR, then give DIR")
     fetch_weights(source)
     if not weight_files(source):
         pickles = None if source.directory is None else find_pickle(source.directory)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 
-# Names of the number of positions. The names that differ for encoder and decoder (LED) follow the usual one.
-POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
+# Names of the number of positions. The names that differ for encoder and decoder (LED), and for ALiBi's table (MPT), follow the
+# usual one.
+POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings", "max_seq_len")
 FLOAT_TAG = "__float__"
 TAGGED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

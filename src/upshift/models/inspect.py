@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from upshift.models.profile import Isolation, ModelProfile, Variant
+from upshift.models.profile import Isolation, ModelProfile, PassCost, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
@@ -76,11 +76,12 @@ def _activations(profile: ModelProfile, sequence: int) -> tuple[ActivationBytes,
         largest_layer = 0.0
         for stack, traced in zip(profile.stacks, step.stacks, strict=True):
             for index in stack.assignment:
-                saved += traced.plain[index].forward.left.at(1, sequence)
+                saved += _saved_bytes(traced.plain[index].forward, sequence)
                 if traced.recomputed:
-                    recomputed += traced.recomputed["full"][index].forward.left.at(1, sequence)
-            largest_layer = max(largest_layer, traced.plain[len(stack.traced_layers) // 2].forward.left.at(1, sequence))
-        gaps = sum(gap.forward.left.at(1, sequence) for gap in step.gaps)
+                    recomputed += _saved_bytes(traced.recomputed["full"][index].forward, sequence)
+            middle_layer = traced.plain[len(stack.traced_layers) // 2]
+            largest_layer = max(largest_layer, _saved_bytes(middle_layer.forward, sequence))
+        gaps = sum(_saved_bytes(gap.forward, sequence) for gap in step.gaps)
         rows.append(
             ActivationBytes(
                 precision=f"{step.precision}, {step.attention} attention",
@@ -90,3 +91,10 @@ def _activations(profile: ModelProfile, sequence: int) -> tuple[ActivationBytes,
             )
         )
     return tuple(rows)
+
+
+def _saved_bytes(forward: PassCost, sequence: int) -> float:
+    """Return the bytes of one sequence's activations that a forward pass leaves for the backward pass.
+
+    Layers that are computed again do not keep autocast's copies of weights, which are freed at the end of the forward pass."""
+    return forward.left.at(1, sequence) - forward.released.at(1, sequence)

@@ -378,14 +378,15 @@ def chunked_loss(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) 
         yield
 
 
-def autocast(plan: Plan) -> torch.autocast:
-    """Return autocast for the forward pass. The backward pass runs in the precisions that the forward pass chose.
+def autocast(plan: Plan) -> AbstractContextManager[Any]:
+    """Return autocast for the forward pass, or nothing. The backward pass runs in the precisions that the forward pass chose.
 
     Weights that ranks gather have the lower precision already (distributed/fsdp.py), and so have weights with fp32 masters
     (distributed/zero1.py).
     """
-    dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    return torch.autocast(plan.device, dtype=dtype, enabled=uses_autocast(plan))
+    if not uses_autocast(plan):
+        return contextlib.nullcontext()
+    return torch.autocast(plan.device, dtype=torch.float16 if plan.precision == "fp16" else torch.bfloat16)
 
 
 def uses_autocast(plan: Plan) -> bool:

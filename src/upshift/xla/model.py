@@ -104,7 +104,10 @@ def build(
 
 def _check_source(source: ModelSource) -> None:
     if source.adapter is not None:
-        raise RequestError(f"{source.reference!r} is an adapter; merge it into its model first: upshift merge")
+        raise RequestError(
+            f"{source.reference!r} is an adapter; write one model of both: upshift merge {source.reference} --output DIR, "
+            "then give DIR"
+        )
     if source.config.get("quantization_config"):
         raise RequestError(f"the weights of {source.reference!r} are quantized; give the model that it was made from")
 

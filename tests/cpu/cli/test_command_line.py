@@ -72,7 +72,10 @@ def test_plan_prints_one_json_document(upshift, model):
         assert plan["per_device_train_batch_size"] * plan["gradient_accumulation_steps"] * plan["num_processes"] == 4
 
 
-@pytest.mark.parametrize("task", [("--train", *PLAN), ("--generate", "--prompt-length", 8), ("--encode", "--global-batch", 4)])
+TASKS = (("--train", *PLAN), ("--generate", "--prompt-length", 8), ("--encode", "--sequence-length", 16))
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_rows_says_how_many_plans_a_document_has(upshift, model, task):
     document = json.loads(upshift("plan", model, *task, "--on", "1xh100", "--json", "--rows", 2).out)
     assert len(document["plans"]) == 2 < document["num_candidates"]

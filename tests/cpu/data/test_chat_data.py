@@ -36,8 +36,8 @@ from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
-from upshift.training.data import chat_tokens
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data import chat_template, chat_tokens
+from upshift.training.data.corpus import IGNORED, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import load_data, prepare_data, read_whole_documents, save_data
@@ -314,6 +314,7 @@ ANSWER = {"role": "assistant", "content": "b"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 ROLE = ("role", pa.string())
 CONTENT = ("content", pa.dictionary(pa.int32(), pa.string()))
+DEEP = "[" * 100_000  # more than Python's JSON reader follows
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [USER, {"role": "asistant", "content": "b"}]}, "system, developer, user, assistant, tool"),
     "no role": ({"messages": [USER, {"content": "b"}]}, "role"),
@@ -340,6 +341,9 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "half weight": ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "t"}, "system"),
     "system": ({"messages": [USER, ANSWER], "system": 5}, "must be text"),
+    "deep messages": ({"messages": DEEP}, "must be a list"),
+    "deep tools": ({"messages": [USER, ANSWER], "tools": DEEP}, "must be a list"),
+    "deep tool": ({"messages": [USER, ANSWER], "tools": [DEEP]}, "JSON schemas"),
 }
 for argument in ("tokenize", "chat_template", "continue_final_message", "truncation", "max_length", "return_tensors", "messages"):
     BAD_ROWS[argument] = ({"messages": [USER, ANSWER], "chat_template_kwargs": {argument: "x"}}, argument)
@@ -523,3 +527,12 @@ def test_show_marks_what_is_learned_and_counts(model, tmp_path):
     everything = run("data", "show", str(model), "--data", str(path), "--loss-on", "all", "--rows", "1")
     assert "<s>[[<|im_start|>user" in everything.output
     assert run("data", "show", str(model), "--data", str(path), "--loss-on", "some").exit_code != 0
+
+
+def test_arguments_of_a_call_that_nest_too_deeply_stay_text(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": ' + DEEP}}
+    row = {"messages": [USER, {"role": "assistant", "content": "b", "tool_calls": [call]}]}
+    documents = read_corpus(write(tmp_path / "a.jsonl", [row])).documents
+    [chat] = list(documents)
+    [message] = chat_template._convert_arguments(chat.messages[1:], as_text=False)
+    assert message["tool_calls"][0]["function"]["arguments"].endswith(DEEP)

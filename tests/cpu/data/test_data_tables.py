@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.training.data.corpus import MAX_COLUMN_NAMES, read_corpus
 from upshift.training.data.data_files import say_once
+from upshift.training.data.records import read_parquet
 from upshift.training.data.tokenizer import tokenize
 
 datasets.disable_progress_bars()
@@ -294,7 +295,7 @@ TWO_ROWS = b'{"text": "one"}\n{"text": "two"}\n'
         ("a.jsonl.gz", gzip.compress(ONE_ROW) + gzip.compress(ONE_ROW), ["one", "one"]),
         ("a.csv", b" \n\ntext\none\n", ["one"]),
         ("a.txt", b'{"a": 1} is an object\nin a text', ['{"a": 1} is an object\nin a text']),
-        ("a.txt", b'{\n "a": 1\n}', ['{\n "a": 1\n}']),
+        ("a.txt", b'{\n "a": 1\n} is an object', ['{\n "a": 1\n} is an object']),
         ("a.txt", b"x" * 2**19, None),
     ],
 )
@@ -468,3 +469,22 @@ def test_a_column_that_the_user_names_is_read_whatever_stands_beside_it(tmp_path
     with pytest.raises(RequestError, match="dialogue") as refusal:
         read_corpus(tmp_path / "b.jsonl")
     assert "holds the records" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.int64(), pa.float32(), pa.uint8()])
+def test_a_null_inside_a_list_stays_in_its_list_alone(kind, tmp_path):
+    """numpy has no null for most types: the lists beside one with a null keep their values."""
+    numbers = [[1, None, 0], [1, 0], None, []]
+    lists = [row and [None if item is None else pa.scalar(item).cast(kind).as_py() for item in row] for row in numbers]
+    pq.write_table(pa.table({"a": pa.array(lists, pa.list_(kind))}), tmp_path / "a.parquet")
+    values = [row["a"] for _, row in read_parquet(tmp_path / "a.parquet", lambda schema, origin: schema.names)]
+    assert values[2] is None and len(values[3]) == 0
+    assert list(values[1]) == lists[1]
+    assert [item is None or item != item for item in values[0]] == [False, True, False]
+
+
+def test_a_mask_with_a_null_is_refused(tmp_path):
+    table = pa.table({"input_ids": [[1, 2, 3]], "attention_mask": pa.array([[True, None, True]], pa.list_(pa.bool_()))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match="attention_mask"):
+        list(read_corpus(tmp_path / "a.parquet").documents)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from chat_models import byte_level_tokenizer, save_model, write_jsonl
-from rich.console import Console
 
 from upshift.cli import tables
 from upshift.cli.data import app
 from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.training.data import data_files
+from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, load_data, prepare_data
 
@@ -202,8 +202,16 @@ def test_saved_pairs_come_back(model: Path, tmp_path: Path) -> None:
 def test_the_pairs_are_shown(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [PAIR] * 5)
     printed = io.StringIO()
-    monkeypatch.setattr(tables, "out", Console(file=printed, width=200))
+    monkeypatch.setattr(tables, "out", tables.new_console(file=printed, width=200))
     app(["show", str(model), "--data", str(path), "--objective", "dpo", "--rows", "1"], standalone_mode=False)
     text = printed.getvalue()
     assert "pair 1, chosen\n<s>roads[[ rivers</s>]]\npair 1, rejected\n<s>roads[[ trees</s>]]\n" in text
     assert "5 rows, 4 pairs to train on" in text and "pair 2" not in text
+
+
+def test_a_margin_is_used_or_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{**PAIR, "margin": 1.0}])
+    for objective in ("dpo", "reward"):
+        corpus = read_corpus(path, pair_objective=objective)
+        rows = list(corpus.documents)
+        assert ("margin" in corpus.documents.unused_columns) == (rows[0].margin is None) == (objective == "dpo")

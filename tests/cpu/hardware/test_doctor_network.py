@@ -126,8 +126,23 @@ def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network_ranks, "MEET_SECONDS", 1.0)
     port = free_port()
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
-        monkeypatch.setenv(name, value)
     (found,) = network_ranks.examine_ranks(Ranks(rank=0, size=2, local_rank=0, address="127.0.0.1", port=port))
-    assert found.severity == "error" and f"127.0.0.1:{port}" in found.what
+    assert found.severity == "error" and f"127.0.0.1:{port}" in found.what and "env://" not in found.evidence
     assert "GLOO_SOCKET_IFNAME" in (found.fix or "")
+
+
+def test_ranks_of_mpirun_meet_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    from upshift.debugging import network_ranks
+    from upshift.settings import Ranks, read_ranks
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (reduced,) = network_ranks.examine_ranks(Ranks(rank=0, size=1, local_rank=0, address="127.0.0.1", port=free_port()))
+    assert reduced.severity == "ok"
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    ranks = read_ranks()
+    assert ranks is not None
+    with pytest.raises(RequestError, match="nothing says where they meet; set MASTER_ADDR"):
+        network_ranks.examine_ranks(ranks)

@@ -364,3 +364,11 @@ def test_a_line_of_texts_holds_nothing_that_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"text": "b", "prompt": "query: "}\n')
     with pytest.raises(RequestError, match="line 2 has a key 'prompt', which is not used"):
         list(read_texts(tmp_path / "t.jsonl"))
+
+
+def test_a_file_of_prompts_is_a_file_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"prompt": "b"}\n{"prompt": 1}\n')
+    texts = read_texts(tmp_path / "t.jsonl")
+    assert [next(texts), next(texts)] == ["a", "b"]
+    with pytest.raises(RequestError, match='line 3 is no JSON object with a "text" of Unicode characters'):
+        next(texts)

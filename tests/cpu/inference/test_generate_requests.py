@@ -370,7 +370,7 @@ def test_answers_go_on_with_the_same_model_alone(tmp_path: Path, upshift: Comman
 def test_quantize_takes_no_chats(model: str, tmp_path: Path, upshift: Command) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}\n' * 3)
     wrong = upshift("quantize", model, "--bits", 8, "--texts", tmp_path / "chats.jsonl", "-o", tmp_path / "new")
-    assert wrong.code == 2 and "has chats; quantize rounds by texts" in " ".join(wrong.err.split())
+    assert wrong.code == 2 and "chats.jsonl line 1 is a chat, and only texts are used here" in " ".join(wrong.err.split())
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

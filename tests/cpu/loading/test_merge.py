@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 import transformers
 from command import Answer
 from safetensors.torch import load_file, save_file
+
+from upshift.inference.weights import find_weights
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -239,7 +242,18 @@ def test_refused_bases(upshift, tmp_path):
 
 
 def test_an_adapter_is_merged_before_anything_else(upshift, tmp_path):
+    """What cannot use an adapter says a command that makes what it can use."""
     _, adapter = made(tmp_path, *ADAPTERS["plain"])
-    refused(upshift("shard", adapter, "-o", tmp_path / "out"), "upshift merge")
+    (tmp_path / "texts.txt").write_text("a text\n")
+    for command in (
+        ("shard", adapter, "-o", tmp_path / "out"), ("generate", adapter, "--prompt", "a"), ("plan", adapter, "--generate"),
+        ("encode", adapter, "-i", tmp_path / "texts.txt", "-o", tmp_path / "rows.npy"),
+        ("quantize", adapter, "--bits", "8", "--texts", tmp_path / "texts.txt", "-o", tmp_path / "out"),
+    ):  # fmt: skip
+        answer = upshift(*command)
+        refused(answer, f"upshift merge {adapter} --output DIR")
+    words = re.search(r"upshift (merge \S+ --output) DIR", " ".join(answer.err.split())).group(1).split()
+    assert upshift(*words, tmp_path / "merged").code == 0
+    assert find_weights(str(tmp_path / "merged")).adapter is None
     save_file({}, tmp_path / "adapter.safetensors")
     refused(upshift("merge", tmp_path / "adapter.safetensors", "-o", tmp_path / "out"), "adapter_config.json")

@@ -17,7 +17,7 @@ from upshift.models.describe import count_parameters
 from upshift.models.profile import Variant
 from upshift.models.profile_cache import SegmentStore
 from upshift.models.source import find_model
-from upshift.models.tracing.active_experts import expert_matrices
+from upshift.models.tracing.active_experts import expert_matrices, experts_per_token
 from upshift.models.tracing.segments import Tracer
 from upshift.models.tracing.trace import _count_experts, trace_model
 
@@ -163,3 +163,28 @@ def test_no_layers_are_refused(depth: dict[str, int], tmp_path: Path) -> None:
     transformers.T5Config(**T5, **depth, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="layers=0, a model without layers; give 1 or more"):
         Tracer(find_model(str(tmp_path)))
+
+
+def test_a_number_for_each_head_is_no_matrix_of_an_expert() -> None:
+    """Swin 2 has a scale [heads, 1, 1] for each attention, and no token ids to count by."""
+    config = transformers.Swinv2Config(
+        image_size=32, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4, num_channels=3
+    )
+    with torch.device("meta"):
+        model = transformers.Swinv2ForImageClassification(config)
+        images = {"pixel_values": torch.ones(2, 3, 32, 32)}
+    assert any(weight.ndim == 3 and weight.shape[0] == 2 for weight in model.parameters())
+    assert not any(expert_matrices(module) for module in model.modules())
+    assert experts_per_token(model, lambda: images) == {}
+
+
+def test_stacked_matrices_of_a_model_without_token_ids_are_no_experts() -> None:
+    class Stacked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.Parameter(torch.ones(2, 8, 8))
+
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return pixel_values @ self.weights
+
+    assert experts_per_token(Stacked(), lambda: {"pixel_values": torch.ones(2, 4, 8)}) == {}  # type: ignore[arg-type]

@@ -297,3 +297,32 @@ def test_a_model_that_looks_at_its_numbers_is_refused_in_words(tmp_path: Path) -
     with pytest.raises(RequestError, match=words) as told:
         upshift.inspect(str(folder), sequence_length=32)
     assert "Exception" not in str(told.value)
+
+
+def test_a_layer_that_is_computed_again_saves_its_input_alone(tmp_path: Path) -> None:
+    """Autocast's copies of its weights are freed after the forward pass. Those of other layers stay for the backward pass."""
+    saved: dict[str, list[int]] = {"bf16": [], "fp32": []}
+    for num_layers in (1, 3):
+        config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": num_layers}, **TOKENS)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(tmp_path / str(num_layers))
+        for row in upshift.inspect(str(tmp_path / str(num_layers)), sequence_length=4).activations[:2]:
+            assert row.whole_model_recomputed is not None
+            saved[row.precision.partition(",")[0]].append(row.whole_model_recomputed)
+    growth = [many - few for few, many in saved.values()]
+    assert len(growth) == 2
+    assert all(0 < size <= 2 * 4 * SMALL["hidden_size"] * 4 for size in growth)  # two layers, four tokens, at most four bytes
+
+
+def test_a_model_runs_at_the_positions_of_its_config_and_at_no_more(tmp_path: Path) -> None:
+    """MPT's ALiBi is a table of ``max_seq_len`` entries."""
+    config = transformers.MptConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=24, vocab_size=96)
+    config.architectures = ["MptForCausalLM"]
+    config.save_pretrained(tmp_path)
+    limit = positions_of(find_model(str(tmp_path)))
+    assert limit == 24
+    with torch.device("meta"):
+        model = transformers.MptForCausalLM(config)
+        model(input_ids=torch.ones(1, limit, dtype=torch.long))
+        with pytest.raises(RuntimeError):
+            model(input_ids=torch.ones(1, limit + 1, dtype=torch.long))

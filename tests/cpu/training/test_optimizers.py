@@ -16,7 +16,20 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    AutoModel,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.training_args import OptimizerNames
 
 import upshift
@@ -103,6 +116,29 @@ class Run:
 
 def same(one: Run, other: Run) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+TINY: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+T5_SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+MODELS: dict[str, PretrainedConfig] = {
+    "matrices named bias": T5Config(**T5_SIZES),
+    "norms by class": GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2),
+    "vectors that are no norms": MambaConfig(**TINY, state_size=4),
+    "norms of queries": Qwen3Config(**TINY, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=8),
+    "biases": BertConfig(**TINY, intermediate_size=32, num_attention_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weight_decay_is_of_the_parameters_that_transformers_decays(kind: str, tmp_path: Path) -> None:
+    model = AutoModel.from_config(MODELS[kind])
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), weight_decay=0.1, optim="adamw_torch", use_cpu=True))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    expected, found = (
+        {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+        for groups in (trainer.create_optimizer().param_groups, parameter_groups(model, a_plan(), arguments()))
+    )
+    assert found == expected and set(found.values()) == {0.0, 0.1}
 
 
 @pytest.mark.parametrize("name", OFFERED)

@@ -272,6 +272,13 @@ def test_margins_are_numbers_in_all_rows_or_in_none(home: Path, tmp_path: Path) 
         assert "rows.jsonl:1" in message and "'margin'" in message and "number" in message
 
 
+@pytest.mark.parametrize("in_training", [True, False])
+def test_margins_are_in_both_parts_of_the_data_or_in_none(in_training: bool, home: Path, tmp_path: Path) -> None:
+    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", text_rows(4, with_margins=not in_training, seed=2))
+    message = refusal(home, tmp_path, text_rows(12, with_margins=in_training), eval_data=evaluation)
+    assert "rows.jsonl" in message and "evaluation.jsonl" in message and "'margin'" in message
+
+
 def test_what_gives_no_reward_is_rejected_by_name(home: Path, tmp_path: Path) -> None:
     LlamaForSequenceClassification.from_pretrained(home / "model", num_labels=3, ignore_mismatched_sizes=True).save_pretrained(
         tmp_path / "three"

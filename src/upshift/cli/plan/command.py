@@ -161,7 +161,7 @@ def command(
         from upshift.reports.plan.page import write_plan_page
 
         write_plan_page(html, planning, model=model)
-        tables.err.print(f"Page: {html}", markup=False, highlight=False)
+        tables.err.print(f"Page: {html}", highlight=False)
     if as_json:
         document = planning.document(num_plans=rows or MAX_SHOWN_PLANS)
         sys.stdout.write(json.dumps(document | answers.document()) + "\n")
@@ -237,10 +237,10 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
-    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
+    tables.out.print(tables.subject_line(planning.profile.architecture, host, size))
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
-        tables.out.print(f"[dim]Between nodes: {network}[/dim]", highlight=False)
+        tables.dim(f"Between nodes: {network}")
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     tables.out.print(tables.plans_table(planning, rows=rows))
@@ -250,9 +250,9 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     rejected = tables.rejected_table(planning)
     if rejected is not None:
         tables.out.print(rejected)
-    tables.out.print(unknown_memory(host) or planning.shadow_price, markup=False)
+    tables.out.print(unknown_memory(host) or planning.shadow_price)
     for line in tables.uncertainty_lines(numbers):
-        tables.out.print(f"[dim]{line}[/dim]", highlight=False)
+        tables.dim(line)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
         for reason in planning.job_memory.describe_problems(candidate):
             tables.out.print(f"{name}: {reason}", highlight=False)

@@ -98,7 +98,7 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     if workload.task == "generate":
         lengths += f" + {workload.output_length}"
     concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
-    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {lengths} tokens{concurrency}")
+    tables.out.print(tables.subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
     tables.out.print(_plans_table(planning, rows=rows))
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
@@ -112,8 +112,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
         expected_error = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
     unknown = unknown_memory(host)
     if unknown is not None:
-        tables.out.print(unknown, markup=False)
-    tables.out.print(f"[dim]Predicted, untried: {expected_error}.[/dim]")
+        tables.out.print(unknown)
+    tables.dim(f"Predicted, untried: {expected_error}.")
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:

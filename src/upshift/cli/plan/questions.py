@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import command_line_options, option
+from upshift.cli.options import LAYOUT_FLAGS, command_line_options, option
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
@@ -68,14 +68,14 @@ OF_THE_BATCH = ("global_batch",)  # --largest batch finds the batch of the devic
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
-    "lock", *OF_SEQUENCES,
+    "lock", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
     "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
-    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, "nproc"),  # it counts processes of one host, and the hosts differ
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
 }
 
@@ -242,7 +242,7 @@ class Questions:
         if self.lock is not None:
             described = request.on is not None
             write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
-            tables.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
+            tables.dim(f"Locked the best plan in {self.lock}", tables.err)
         counterfactuals = tuple(explain_choice(planning, choice, fixed=request.fixed, trace=request.trace) for choice in self.why)
         prices = None
         if self.shadow_prices:
@@ -270,13 +270,12 @@ class Answers:
         for answer in self.why:
             speed = "" if answer.gain is None or answer.outcome == "chosen" else f", {answer.gain:+.1%} {takes}/s"
             memory = "" if answer.gain is None or not answer.more_gib else f", {answer.more_gib:+.2f} GiB"
-            tables.out.print(
-                f"[bold]Why not {answer.asked}[/bold]: {answer.outcome}{speed}{memory}; {escape(answer.why)}", highlight=False
-            )
+            outcome = f": {answer.outcome}{speed}{memory}; {answer.why}"
+            tables.out.print(Text.assemble((f"Why not {answer.asked}", "bold"), outcome))
         if self.shadow_prices is not None:
             table = tables.new_table("Shadow prices", "change", "with", numbers=(f"{takes}/s",))
             for price in self.shadow_prices:
-                table.add_row(price.change, escape(price.why), tables.percent(price.gain))
+                table.add_row(price.change, price.why, tables.percent(price.gain))
             tables.out.print(table)
 
 
@@ -298,11 +297,11 @@ def _print_largest(largest: LargestResult, host: Host) -> None:
     batch = "images at once" if largest.takes == "images" else "sequences at once"
     units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(largest.parameters)} parameters"}
     size = f"{largest.value:,} {units[largest.what]}"
-    tables.out.print(f"[bold]{size}[/bold] fit {host.name}: {largest.plan.label()}", highlight=False)
+    tables.out.print(Text.assemble((size, "bold"), f" fit {host.name}: {largest.plan.label()}"))
     numbers = largest.predicted
     memory = f"{tables.gib(numbers.peak_gib)}/{tables.gib(numbers.resident_gib)} GiB peak/held"
     tables.out.print(f"{tables.number(numbers.tokens_per_second)} {largest.takes}/s predicted, {memory}", highlight=False)
-    tables.out.print(f"[dim]Beyond it: {escape(largest.limited_by)}[/dim]", highlight=False)
+    tables.dim(f"Beyond it: {largest.limited_by}")
 
 
 def _answer_compare(request: Request, questions: Questions) -> None:
@@ -334,9 +333,9 @@ def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
     lines = []  # the plans' labels go below the table, which is wide enough with the numbers
     for row in comparison.hosts:
         if row.plan is None or row.predicted is None or row.seconds is None:
-            lines.append(f"[bold]{row.host}[/bold]: {escape(row.why or '')}")
+            lines.append(Text.assemble((row.host, "bold"), f": {row.why or ''}"))
             continue
-        lines.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
+        lines.append(Text.assemble((row.host, "bold"), f": {row.plan.label()}"))
         cells = [
             row.host, tables.number(row.predicted.tokens_per_second), format_seconds(row.seconds),
             tables.number(row.device_hours, 1), tables.number(row.energy_kwh, 1),
@@ -344,7 +343,7 @@ def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
         cells += [tables.number(row.money, 2)] if has_money else []
         table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
     tables.out.print(table)
-    for line in (*lines, *map(escape, memory_notes)):
+    for line in (*lines, *memory_notes):
         tables.out.print(line, highlight=False)
 
 
@@ -361,9 +360,9 @@ def _answer_check(request: Request, path: Path) -> None:
 
 def _print_check(check: Check, plan: str) -> None:
     verdict = "moved" if check.moved else f"nothing moved beyond {MOVED_SHARE:.0%}"
-    tables.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
+    tables.out.print(Text.assemble((plan, "bold"), f": {verdict}"))
     if check.problem is not None:
-        tables.out.print(f"It cannot run any more: {escape(check.problem)}", highlight=False)
+        tables.out.print(f"It cannot run any more: {check.problem}", highlight=False)
     table = tables.new_table("Predicted when it was locked, and now", "", numbers=("then", "now", "change"))
     rows = [(check.peak_gib, "GiB"), *((change, "GiB") for change in check.parts_gib)]
     rows += [(check.step_ms, "ms"), *((change, "ms") for change in check.terms_ms)]

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from upshift.cli.usage.from_axolotl import with_axolotl_words
-from upshift.cli.usage.help_page import first_page, help_page, is_option
+from upshift.cli.usage.help_page import CONFIG, first_page, help_page, is_option
 from upshift.cli.usage.messages import (
     MAY_BE_EMPTY,
     USAGE_ERROR,
@@ -18,7 +18,7 @@ from upshift.cli.usage.messages import (
     check_words,
     describe_error,
 )
-from upshift.cli.usage.run_file import AXOLOTL, CONFIG, INIT, with_file_words, write_run_file
+from upshift.cli.usage.run_file import AXOLOTL, INIT, with_file_words, write_run_file
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 

@@ -16,8 +16,9 @@ import typer
 import yaml
 
 from upshift.cli.usage.axolotl_keys import OFF_VALUES, OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
+from upshift.cli.usage.help_page import CONFIG
 from upshift.cli.usage.messages import WrongValue
-from upshift.cli.usage.run_file import AXOLOTL, CONFIG, FileEntry, file_parameters, key_of, with_entries, without_option
+from upshift.cli.usage.run_file import AXOLOTL, FileEntry, file_parameters, key_of, with_entries, without_option
 from upshift.errors import RequestError
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.text import did_you_mean
@@ -82,28 +83,32 @@ class AxolotlConfig:
             self.rejected.append(f"{key} ({advice})")
 
 
-def with_axolotl_words(command: Any, context: Any, words: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def with_axolotl_words(
+    command: Any, context: Any, words: Sequence[str], values: Mapping[str, Any], *, quiet: bool = False
+) -> list[str]:
     """Return the user's words, and before them those of an Axolotl config. Print what is understood to standard error.
 
-    The arguments are those of ``run_file.with_file_words``. Raise RequestError that names every key that cannot be used.
+    ``quiet``: print nothing. The other arguments are those of ``run_file.with_file_words``. Raise RequestError that names every
+    key that cannot be used.
     """
     if values.get(CONFIG):
         raise RequestError("--from-axolotl and --config both give options; write one file with --from-axolotl PATH --init PATH")
     path = Path(values[AXOLOTL])
     typed = {key_of(parameter) for parameter in file_parameters(command) if values.get(parameter.name) is not None}
     config = read_axolotl(path, typed)
-    typer.echo("\n".join(describe(config)), err=True)
+    if not quiet:
+        typer.echo("\n".join(describe(config)), err=True)
     root: Any = yaml.compose(yaml.safe_dump({option.key: option.value for option in config.options}), Loader=yaml.SafeLoader)
     entries = [FileEntry(str(key.value), value) for key, value in root.value]
     return with_entries(command, context, words, values, entries, str(path))
 
 
 def expand_axolotl(command: Any, context: Any, words: Sequence[str]) -> list[str]:
-    """Return the words with the options of the config of ``--from-axolotl`` in place of its name, if there is one."""
+    """Return the words with the options of the config of ``--from-axolotl`` in place of its name. Print nothing."""
     values = command.make_parser(context).parse_args(list(words))[0]
     if not values.get(AXOLOTL):
         return list(words)
-    return with_axolotl_words(command, context, without_option(words, "--from-axolotl"), values)
+    return with_axolotl_words(command, context, without_option(words, "--from-axolotl"), values, quiet=True)
 
 
 def read_axolotl(path: Path, typed: Collection[str]) -> AxolotlConfig:
@@ -299,7 +304,7 @@ def _read_optimization(config: AxolotlConfig) -> None:
     warmup = {option.key for option in config.options} & {"warmup-steps", "warmup-ratio"}
     if len(warmup) == 2:  # Axolotl then takes the steps
         config.options = [option for option in config.options if option.key != "warmup-ratio"]
-    elif not warmup:
+    elif not warmup and not {"warmup-steps", "warmup-ratio"} & {*config.typed}:
         config.add("warmup-ratio", 0.03, "Axolotl's default, there at most 100 steps")
     for name, usual in DEFAULT_BETAS.items():
         value = config.take(name, usual)

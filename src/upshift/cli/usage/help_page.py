@@ -17,6 +17,7 @@ INDENT = "  "
 MIN_WIDTH = 20  # columns of a text, in the narrowest terminal
 UNBROKEN_WIDTH = 24  # columns of a note that stays on one line
 NO_BREAK = "\N{NO-BREAK SPACE}"
+CONFIG = "config"  # the parameter of a command that reads its options from a file, too
 
 
 class Panel(StrEnum):
@@ -69,8 +70,10 @@ def long_name(parameter: Any) -> str:
     return str(next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0]))
 
 
-def entry_of(parameter: Any) -> Entry:
-    """Return the entry of an option or an argument: its names, its help, and its default."""
+def entry_of(parameter: Any, *, in_file: bool = False) -> Entry:
+    """Return the entry of an option or an argument: its names, its help, and its default.
+
+    ``in_file``: the user may also give it in a file of options."""
     name = long_name(parameter)
     if is_option(parameter):
         short_names = [other for other in parameter.opts if not other.startswith("--")]
@@ -79,7 +82,7 @@ def entry_of(parameter: Any) -> Entry:
     notes = []
     default = default_text(parameter)
     if parameter.required:
-        notes.append("required")
+        notes.append("required, here or in the file" if in_file else "required")
     elif default:
         notes.append(f"default: {default}")
     if is_option(parameter) and parameter.multiple:
@@ -115,6 +118,10 @@ def panels_of(parameters: Iterable[Any]) -> dict[str, list[Any]]:
         panel: sorted(panels[panel], key=lambda parameter: (is_option(parameter), long_name(parameter)))
         for panel in sorted(panels, key=order.index)
     }
+
+
+def reads_file(command: Any) -> bool:
+    return any(parameter.name == CONFIG for parameter in command.params)
 
 
 def shown_parameters(command: Any) -> list[Any]:
@@ -154,7 +161,8 @@ def help_page(command: Any, path: str, *, width: int, detailed: bool = False, st
     panels = panels_of(shown_parameters(command))
     left_out = {} if detailed else {panel: panels.pop(panel) for panel in map(str, DETAILED) if panel in panels}
     for panel, parameters in panels.items():
-        lines += _section(panel, [entry_of(parameter) for parameter in parameters], width=width, styled=styled)
+        entries = [entry_of(parameter, in_file=reads_file(command)) for parameter in parameters]
+        lines += _section(panel, entries, width=width, styled=styled)
     lines += _section("Help", _help_entries(left_out), width=width, styled=styled)
     return "\n".join(lines) + "\n"
 

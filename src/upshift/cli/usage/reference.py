@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from upshift.cli.usage.help_page import entry_of, panels_of, shown_parameters, usage_line
+from upshift.cli.usage.help_page import entry_of, panels_of, reads_file, shown_parameters, usage_line
 
 BEGINNING = """# Commands
 
@@ -48,7 +48,7 @@ def _section(command: Any, path: str) -> str:
     for panel, parameters in panels_of(shown_parameters(command)).items():
         lines.append(f"| **{panel}** | |")
         for parameter in parameters:
-            entry = entry_of(parameter)
+            entry = entry_of(parameter, in_file=reads_file(command))
             text = entry.text.replace("\N{NO-BREAK SPACE}", " ").replace("|", "\\|").replace("<", "&lt;")
             name = entry.name.replace("|", "\\|")
             lines.append(f"| `{name}` | {text} |")

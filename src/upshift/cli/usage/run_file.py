@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from upshift.cli.usage.help_page import NO_BREAK, entry_of, is_option, long_name, panels_of, shown_parameters
+from upshift.cli.usage.help_page import CONFIG, NO_BREAK, entry_of, is_option, long_name, panels_of, shown_parameters
 from upshift.cli.usage.messages import (
     MAY_BE_EMPTY,
     USAGE_ERROR,
@@ -28,11 +28,13 @@ from upshift.cli.usage.messages import (
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 
-CONFIG = "config"  # the parameter of a command that reads such files
 INIT = "init"  # the parameter with the file to write
 AXOLOTL = "from_axolotl"  # the parameter with a config of Axolotl
 COMMENT_WIDTH = 100  # columns
-SET_ASIDE = {"resume": "overwrite", "overwrite": "resume", "epochs": "max_steps"}  # what a typed option takes from the file
+SET_ASIDE = {  # by a typed option: the option of the file that it replaces, because the two exclude each other
+    "resume": "overwrite", "overwrite": "resume", "epochs": "max_steps", "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}  # fmt: skip
 BOOL_TAG = "tag:yaml.org,2002:bool"
 NULL_TAG = "tag:yaml.org,2002:null"
 

@@ -30,6 +30,7 @@ from upshift.inference.resumable_output import (
 )
 
 INPUTS = (".txt", ".jsonl")
+TEXT_KEYS = ("text", "prompt")  # the second is that of files for upshift generate
 VECTOR_SUFFIXES = (".npy", ".parquet")  # of outputs whose rows have one length
 LIST_SUFFIXES = (".parquet", ".jsonl")  # of outputs whose rows have different lengths
 PARQUET_ROWS = 65_536  # per row group
@@ -39,15 +40,20 @@ ZEROS = bytes(2**20)
 
 def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
     """Raise RequestError if the input cannot be read, or the output cannot be written."""
-    if not texts.is_file():
-        raise RequestError(f'--input {texts} does not exist; give a file with a text a line, or JSON lines with a "text"')
-    if texts.suffix not in INPUTS:
-        raise RequestError(f'--input {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
-    if is_empty(texts):
-        raise RequestError(f"--input {texts} is empty; write a text a line")
+    check_texts(texts, "--input")
     check_output(output, tuple(dict.fromkeys(VECTOR_SUFFIXES + LIST_SUFFIXES)), texts, overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
+
+
+def check_texts(texts: Path, option: str) -> None:
+    """Raise RequestError if the file does not exist, is empty, or has another suffix."""
+    if not texts.is_file():
+        raise RequestError(f'{option} {texts} does not exist; give a file with a text a line, or JSON lines with a "text"')
+    if texts.suffix not in INPUTS:
+        raise RequestError(f'{option} {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
+    if is_empty(texts):
+        raise RequestError(f"{option} {texts} is empty; write a text a line")
 
 
 def check_form(output: Path, result: Output) -> None:
@@ -63,18 +69,23 @@ def check_form(output: Path, result: Output) -> None:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file. Raise RequestError with the number of a line that has no text."""
+    """Yield the texts of a file. A line of a .jsonl file has one of TEXT_KEYS.
+
+    Raise RequestError with the number of a line that has no text."""
     return read_lines(path, _parse_line)
 
 
 def _parse_line(line: str, name: str) -> str:
     record = parse_object(line)
-    if record is None or not is_text(record.get("text")):
+    key = next((key for key in TEXT_KEYS if record is not None and key in record), "text")
+    if record is not None and "messages" in record:
+        raise RequestError(f'{name} is a chat, and only texts are used here; write {{"text": "..."}} on each line')
+    if record is None or not is_text(record.get(key)):
         raise RequestError(f'{name} is no JSON object with a "text" of Unicode characters; write {{"text": "..."}} on each line')
-    unknown = next((key for key in record if key != "text"), None)
+    unknown = next((other for other in record if other != key), None)
     if unknown is not None:
-        raise RequestError(f'{name} has a key {unknown!r}, which is not used; leave it out, and write {{"text": "..."}}')
-    return str(record["text"])
+        raise RequestError(f'{name} has a key {unknown!r}, which is not used; leave it out, and write {{"{key}": "..."}}')
+    return str(record[key])
 
 
 class Rows:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -58,6 +60,28 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
         for number, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = number < num_layers
+
+
+@contextmanager
+def restored_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Restore on leaving which modules recompute their activations and how, and gradients of frozen embeddings."""
+
+    def settings_of(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if "gradient_checkpointing" in name}
+
+    settings = [(module, settings_of(module)) for module in model.modules()]
+    base = base_of(model)
+    requests_input_gradients = INPUT_GRADIENTS.read(base) is not None
+    try:
+        yield
+    finally:
+        for module, previous in settings:
+            for name in settings_of(module).keys() - previous.keys():
+                delattr(module, name)
+            for name, value in previous.items():
+                setattr(module, name, value)
+        if requests_input_gradients and INPUT_GRADIENTS.read(base) is None:
+            base.enable_input_require_grads()
 
 
 @cache

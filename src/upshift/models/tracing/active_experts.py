@@ -64,7 +64,7 @@ def experts_per_token(model: PreTrainedModel, inputs: Callable[[], dict[str, Any
             handles.append(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             handles.append(module.register_forward_hook(lambda *_: tracker.border(OUTSIDE)))
         arguments = inputs()
-        tokens = arguments["input_ids"].numel()
+        input_ids = arguments.get("input_ids")
         tracker.border(OUTSIDE)
         try:
             model(**arguments)
@@ -72,6 +72,9 @@ def experts_per_token(model: PreTrainedModel, inputs: Callable[[], dict[str, Any
             for handle in handles:
                 handle.remove()
         tracker.border(None)
+    if input_ids is None:  # a model of images or sounds: no tokens to count by
+        return {}
+    tokens = input_ids.numel()
     active = {}
     for path, module in candidates.items():
         flops = sum(interval.matmul_flops for name, interval in tracker.intervals if name == path)
@@ -88,8 +91,10 @@ def experts_per_token(model: PreTrainedModel, inputs: Callable[[], dict[str, Any
 def expert_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of a module, without its submodules, that are matrices stacked by expert.
 
-    A convolution has none: its weights have three dimensions for another reason."""
+    A convolution has none: its weights have three dimensions for another reason. A number for each head ([heads, 1, 1]) is no
+    matrix."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return []
-    weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3 and weight.shape[0] > 1]
+    stacked = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3 and weight.shape[0] > 1]
+    weights = [weight for weight in stacked if weight[0].numel() > 1]
     return weights if len({weight.shape[0] for weight in weights}) == 1 else []

@@ -345,7 +345,10 @@ def plan_inference(
     Raises RequestError for a wrong request, NothingFits with the nearest plan if nothing fits or answers fast enough.
     """
     if source.adapter is not None:
-        raise RequestError(f"{source.reference!r} has an adapter; merge it into its model first, then plan for the merged one")
+        raise RequestError(
+            f"{source.reference!r} is an adapter; write one model of both: upshift merge {source.reference} --output DIR, "
+            "then plan for DIR"
+        )
     read_fixed(fixed, host, workload)  # before the seconds that tracing takes
     profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=(), progress=progress)
     return plan_profile(profile, host, workload, fixed)

@@ -35,17 +35,30 @@ PADDING = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0, 
            "token_type_ids": 0, "position_ids": 0, "special_tokens_mask": 1}  # fmt: skip
 FLAT_KEYS = {"input_ids", "labels", "attention_mask"}  # entries that can be laid end to end
 Side = Literal["source", "target", "row"]
+Padding = Literal[
+    "left", "right", "none", "mixed"
+]  # none: every row is as wide as its batch; mixed: inside rows, or on both sides
+
+
+class RowStructure(Value):
+    """The structure that batches share: for each entry, whether it has a value for a source token, a target token, or a row."""
+
+    sides: dict[str, Side]
+    padding: Padding | None  # None: no mask shows the padding
 
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """The structure of a batch: for each tensor, whether it has one entry for a source token, a target token, or a row."""
+    """The structure of one batch, as its shapes allow it."""
 
     num_rows: int
     width: int  # of the source; 1 if rows have no tokens
     target_width: int
     sides: dict[str, Side]
-    padding_side: Literal["left", "right"] | None  # None: no mask shows the padding
+    padding: Padding | None
+
+    def width_of(self, side: Side) -> int:
+        return self.target_width if side == "target" else self.width
 
 
 class InseparableRows(ValueError):
@@ -53,7 +66,10 @@ class InseparableRows(ValueError):
 
 
 def infer_schema(batch: Batch, *, encoder_decoder: bool) -> BatchSchema:
-    """Return the structure of a batch. Raise InseparableRows, which names the entry that belongs to no row."""
+    """Return the structure of a batch. Raise InseparableRows, which names the entry that belongs to no row.
+
+    An entry as wide as the tokens may be so by chance: ``infer_structure`` compares several batches.
+    """
     first = batch.get("input_ids", next(iter(batch.values()), None))
     if not isinstance(first, Tensor) or first.ndim == 0:
         raise InseparableRows("the collator gives no tensor with rows")
@@ -75,47 +91,115 @@ def infer_schema(batch: Batch, *, encoder_decoder: bool) -> BatchSchema:
             target = 1
     if width == 1:
         sides = dict.fromkeys(batch, "row")
-    return BatchSchema(num_rows, width, target, sides, _padding_side(batch, sides))
+    return BatchSchema(num_rows, width, target, sides, _padding(batch, sides))
 
 
-def _padding_side(batch: Batch, sides: dict[str, Side]) -> Literal["left", "right"] | None:
-    """Return on which side the mask shows padding, or None."""
+def infer_structure(batches: Sequence[Batch], schemas: Sequence[BatchSchema]) -> RowStructure:
+    """Return the structure that all batches have in common. Raise InseparableRows if they differ.
+
+    An entry has a value for each token if it is as wide as the tokens in all batches. If these have one width, entries that are
+    not known by name, and labels that are real numbers, may be so wide by chance. Then all rows keep their width.
+    """
+    wide = [schema for schema in schemas if schema.width > 1] or schemas
+    sides = dict(schemas[0].sides)
+    for name in sides:
+        options = {schema.sides[name] for schema in wide}
+        sides[name] = options.pop() if len(options) == 1 else "row"
+    for name, side in sides.items():
+        is_certain = name in PADDING and not (name == "labels" and batches[0][name].is_floating_point())
+        if side != "row" and not is_certain and len({schema.width_of(side) for schema in schemas}) == 1:
+            return RowStructure(sides=dict.fromkeys(sides, "row"), padding=None)
+    if sides.get("attention_mask") != "source":
+        return RowStructure(sides=sides, padding=None)
+    paddings = {schema.padding for schema in schemas} - {"none"}  # a batch without padding fits any other
+    if len(paddings) > 1:
+        raise InseparableRows("the collator's batches differ in their entries or in their padding")
+    return RowStructure(sides=sides, padding=paddings.pop() if paddings else "none")
+
+
+def _check_structure(structure: RowStructure, batches: Sequence[Batch], schemas: Sequence[BatchSchema]) -> RowStructure:
+    """Return the structure of batches that follow the sampled ones. Raise InseparableRows if they are not like these."""
+    for batch, schema in zip(batches, schemas, strict=True):
+        if set(batch) != set(structure.sides):
+            raise InseparableRows("the batch's entries are not those of the sampled batches")
+        for name, side in structure.sides.items():
+            if side != "row" and (batch[name].ndim != 2 or batch[name].shape[1] != schema.width_of(side)):
+                raise InseparableRows(f"the batch's {name!r} is not as wide as its tokens, as in the sampled batches")
+    if structure.padding in (None, "mixed"):
+        return structure
+    paddings = {structure.padding, *(_padding(batch, structure.sides) for batch in batches)} - {"none"}
+    if len(paddings) > 1:
+        raise InseparableRows("the batch's padding is not that of the sampled batches")
+    return RowStructure(sides=structure.sides, padding=paddings.pop() if paddings else "none")
+
+
+def _padding(batch: Batch, sides: Mapping[str, Side]) -> Padding | None:
+    """Return where the mask shows padding, or None if no mask shows it."""
     mask = batch.get("attention_mask")
     if mask is None or sides["attention_mask"] != "source":
         return None
     real = mask.bool()
+    if bool(real.all()):
+        return "none"
     if bool((real[:, 1:] <= real[:, :-1]).all()):
         return "right"
     if bool((real[:, 1:] >= real[:, :-1]).all()):
         return "left"
-    return None
+    return "mixed"
 
 
 class RowBatch:
     """All rows of one global batch, in the order of the collator's batches."""
 
-    def __init__(self, batches: Sequence[Batch], *, encoder_decoder: bool, shifts_labels: bool) -> None:
-        """Take the batches apart.
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        encoder_decoder: bool,
+        shifts_labels: bool,
+        sampled: RowStructure | None = None,
+    ) -> None:
+        """Take the batches apart. Raise InseparableRows if they cannot be, or differ.
 
-        ``shifts_labels`` says that the loss predicts the next token, so a row's first label never counts.
+        Args:
+            batches: those of the collator.
+            encoder_decoder: whether labels are those of a decoder, with a width of their own.
+            shifts_labels: whether the loss predicts the next token, so that a row's first label never counts.
+            sampled: the structure of more batches of this collator. None: these batches alone show it.
         """
         self.batches = [{name: value for name, value in batch.items() if value is not None} for batch in batches]
         self.schemas = [infer_schema(batch, encoder_decoder=encoder_decoder) for batch in self.batches]
         self.locations = [(number, row) for number, schema in enumerate(self.schemas) for row in range(schema.num_rows)]
         self.encoder_decoder = encoder_decoder
         self.shifts_labels = shifts_labels
-        if len({tuple(batch) for batch in self.batches}) > 1 or len({schema.padding_side for schema in self.schemas}) > 1:
+        if len({tuple(batch) for batch in self.batches}) > 1:
             raise InseparableRows("the collator's batches differ in their entries or in their padding")
+        if sampled is None:
+            self.structure = infer_structure(self.batches, self.schemas)
+        else:
+            self.structure = _check_structure(sampled, self.batches, self.schemas)
 
     def __len__(self) -> int:
         return len(self.locations)
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """Return for each entry whether it has a value for a source token, a target token, or a row."""
+        return self.structure.sides
+
+    @property
+    def padding_side(self) -> Literal["left", "right"] | None:
+        """Return the side on which rows are padded, or None if no mask shows it. Without padding it is the right side."""
+        if self.structure.padding in (None, "mixed"):
+            return None
+        return "left" if self.structure.padding == "left" else "right"
 
     @cached_property
     def lengths(self) -> list[int]:
         """Return the number of source tokens of each row, or its whole width if no mask shows the padding."""
         lengths: list[int] = []
         for batch, schema in zip(self.batches, self.schemas, strict=True):
-            if schema.padding_side is not None:
+            if self.padding_side is not None:
                 lengths += batch["attention_mask"].sum(1).tolist()
             else:
                 lengths += [schema.width] * schema.num_rows
@@ -126,7 +210,7 @@ class RowBatch:
         """Return the number of target tokens of each row, or 1 if rows have no target."""
         lengths: list[int] = []
         for batch, schema in zip(self.batches, self.schemas, strict=True):
-            if schema.sides.get("labels") != "target":
+            if self.sides.get("labels") != "target":
                 lengths += [1] * schema.num_rows
                 continue
             positions = torch.arange(1, schema.target_width + 1) * (batch["labels"] != IGNORED)
@@ -175,16 +259,19 @@ class RowBatch:
         """Return whether rows of different collated batches can share a batch: they need equal widths, or known padding."""
         if len(self.batches) == 1:
             return True
-        widened = [name for name, side in self.schemas[0].sides.items() if side != "row"]
+        widened = [name for name, side in self.sides.items() if side != "row"]
+        fixed = [name for name, side in self.sides.items() if side == "row"]
+        if len({tuple(batch[name].shape[1:] for name in fixed) for batch in self.batches}) > 1:
+            return False  # nothing makes these entries equally wide
         if len({(schema.width, schema.target_width) for schema in self.schemas}) == 1:
             return True
-        return self.schemas[0].padding_side is not None and all(name in PADDING for name in widened)
+        return self.padding_side is not None and all(name in PADDING for name in widened)
 
     @property
     def can_flatten(self) -> bool:
         """Return whether rows can lie end to end: it takes causal language modelling, padded on the right."""
-        is_causal = self.shifts_labels and self.schemas[0].sides.get("labels") == "source"
-        return is_causal and set(self.batches[0]) <= FLAT_KEYS and self.schemas[0].padding_side == "right"
+        is_causal = self.shifts_labels and self.sides.get("labels") == "source"
+        return is_causal and set(self.batches[0]) <= FLAT_KEYS and self.padding_side == "right"
 
     def build(self, group: RowGroup, *, pad_multiple: int, drop_mask: bool = False) -> dict[str, Tensor]:
         """Return the model's inputs for one micro-batch.
@@ -197,8 +284,7 @@ class RowBatch:
         target = round_up(max(self.target_lengths[row] for row in rows), pad_multiple)
         widths = {"source": group.width, "target": min(target, max(schema.target_width for schema in self.schemas)), "row": 0}
         names = [name for name in self.batches[0] if not (drop_mask and name == "attention_mask")]
-        sides = self.schemas[0].sides
-        return {name: torch.stack([self._fit_width(name, row, widths[sides[name]]) for row in rows]) for name in names}
+        return {name: torch.stack([self._fit_width(name, row, widths[self.sides[name]]) for row in rows]) for name in names}
 
     def _fit_width(self, name: str, row: int, width: int) -> Tensor:
         """Return one entry of a row, padded or trimmed to ``width``. 0 keeps it as it is."""
@@ -207,8 +293,7 @@ class RowBatch:
         if not width:
             return value
         missing = width - len(value)
-        schema = self.schemas[number]
-        is_left = schema.padding_side == "left" and schema.sides[name] == "source"
+        is_left = self.padding_side == "left" and self.sides[name] == "source"
         if missing > 0:
             return pad(value, (missing, 0) if is_left else (0, missing), value=PADDING.get(name, 0))
         return value[-width:] if is_left else value[:width]
@@ -297,6 +382,7 @@ class CutSettings(Value):
     unit: Literal["items", "labels", "rows"]
     trims: bool
     drops_mask: bool
+    structure: RowStructure | None = None  # of all sampled batches, of which the file may hold a few; None: its batches show it
 
 
 def write_stored_rows(folder: Path, batches: list[Batch], settings: CutSettings) -> Path:
@@ -320,7 +406,12 @@ def read_stored_rows(path: Path) -> tuple[RowBatch, CutSettings]:
         number, _, name = stored.name.partition(".")
         batches.setdefault(int(number), {})[name] = read_tensor(stored)
     ordered = [batches[number] for number in sorted(batches)]
-    rows = RowBatch(ordered, encoder_decoder=settings.encoder_decoder, shifts_labels=settings.shifts_labels)
+    rows = RowBatch(
+        ordered,
+        encoder_decoder=settings.encoder_decoder,
+        shifts_labels=settings.shifts_labels,
+        sampled=settings.structure,
+    )
     return rows, settings
 
 

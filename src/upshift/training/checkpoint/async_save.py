@@ -6,6 +6,7 @@ checks it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -66,6 +67,11 @@ class BackgroundWriter:
         self._failure = None
         if failure is not None:
             raise failure
+
+    def finish(self) -> None:
+        """Wait until no work is running, while another error is on its way. The error of the work was logged."""
+        with contextlib.suppress(UpshiftError):
+            self.wait()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

@@ -402,6 +402,6 @@ def _convert_call(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     if not as_text and isinstance(arguments, str):
         try:
             return {**call, "arguments": json.loads(arguments)}
-        except ValueError:  # a text that is no JSON stays a text
+        except (ValueError, RecursionError):  # a text that is no JSON stays a text
             return dict(call)
     return dict(call)

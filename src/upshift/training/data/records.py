@@ -354,16 +354,23 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
         column = column.combine_chunks()
     if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
         try:  # also for the other kinds of lists: Arrow 26 casts a list_view of bytes to half of its rows
-            values = column.to_pylist()
+            values: list[Any] = column.to_pylist()
         except UnicodeDecodeError:  # Arrow reads files without checking their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
         is_plain = is_number_list(column.type) or not (kinds.is_nested(column.type) or _is_json(column.type))
-        return values if is_plain else [_plain_value(value, column.type) for value in values]
+        if is_plain:
+            return values
+        try:
+            return [_plain_value(value, column.type) for value in values]
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}: column {name!r} holds text that is not valid JSON ({error}); write it again") from None
     numbers = column.flatten()
-    values = numbers.to_numpy(zero_copy_only=False)
+    flat = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
-    arrays: list[Any] = np.split(values, np.cumsum(lengths)[:-1])
-    if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no missing integer, so all became floats
+    arrays: list[Any] = np.split(flat, np.cumsum(lengths)[:-1])
+    if numbers.null_count and kinds.is_boolean(numbers.type):  # numpy has no missing truth value, so all became objects
+        arrays = [array.tolist() if None in array else array.astype(np.bool_) for array in arrays]
+    elif numbers.null_count and not kinds.is_floating(numbers.type):  # nor a missing integer, so all became floats
         arrays = [array if np.isnan(array).any() else array.astype(np.int64) for array in arrays]
     return [None if is_null else array for is_null, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
 

@@ -74,6 +74,8 @@ class Columns:
     def of_chat(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that a chat or a completion is read from."""
         used = {*REQUIRED[self.format], *OPTIONAL[self.format], *MEDIA_COLUMNS}
+        if self.objective != "reward":
+            used.discard(MARGIN)  # the loss of DPO has none
         return [name for name in names if name in used]
 
 

@@ -20,6 +20,7 @@ from upshift.training.data.chat_tokens import encode_rows
 from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
+from upshift.training.data.row_formats import MARGIN
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
 from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_pairs
@@ -202,6 +203,11 @@ def tokenize_corpus(
         raise RequestError(
             f"one of {corpus.documents.origin} and {corpus.evaluation.origin} has labels, the other has none; give both or "
             "neither"
+        )
+    if evaluation.num_tokens and training.num_tokens and (evaluation.margins is None) != (training.margins is None):
+        raise RequestError(
+            f"one of {corpus.documents.origin} and {corpus.evaluation.origin} has a column {MARGIN!r}, the other has none; give "
+            "it in both or in neither"
         )
     return training, evaluation
 

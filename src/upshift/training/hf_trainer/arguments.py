@@ -37,7 +37,9 @@ OTHER_ENGINE = Field("refused", "the plan says how ranks share the model; leave 
 FIELDS: dict[str, Field] = {
     # planned: the plan chooses a value for an unset field and prints it
     "per_device_train_batch_size": Field(
-        "planned", "times gradient_accumulation_steps: the global batch, which Upshift keeps. It chooses how to divide it"
+        "planned",
+        "Upshift keeps the global batch: this field, times gradient_accumulation_steps, times the ranks. It may change "
+        "both fields",
     ),
     "gradient_accumulation_steps": Field("planned", "see per_device_train_batch_size"),
     "auto_find_batch_size": Field("honoured", "always on: if a step runs out of memory, Upshift repeats it in smaller parts"),
@@ -207,9 +209,13 @@ def markdown() -> str:
         "",
         "| word | meaning |",
         "| --- | --- |",
-        "| Upshift chooses | if the field is unset (at its default). Upshift prints its choice. A value that you set stays |",
+        "| Upshift chooses | Upshift chooses a value if the field is at its default, and prints it. Another value stays. "
+        "Exceptions are in the last column |",
         "| not supported | If you set the field, you get an error that names it |",
         "| works as before | as in `transformers.Trainer`, with the differences in the last column |",
+        "",
+        "`TrainingArguments` does not record which fields you set. So a value that equals the default, such as `bf16=False`,",
+        'counts as unset. To fix such a choice, give it to the Trainer: `Trainer(..., fixed=("precision=fp32",))`.',
         "",
         "| argument | Upshift | details |",
         "| --- | --- | --- |",
@@ -225,6 +231,12 @@ OPT_IN_FIELDS = ("optimizer_in_backward", *OFFLOAD_FIELDS)
 BACKWARD_UPDATE_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
+NO_SCALER = (
+    "gradients of fp16 underflow without a loss scaler, and accelerate makes one only for TrainingArguments(fp16=True); set it, "
+    "or use precision=bf16"
+)
+
+
 class DebugOptions(list[Any]):
     """The options of ``debug`` without underflow_overflow, which Upshift handles itself."""
 
@@ -235,8 +247,9 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
     ``optimizer_given`` means that the script passed an optimizer or its class to the Trainer.
     """
     fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(OPT_IN_FIELDS, "False")}
-    if arguments.bf16 or arguments.fp16:
-        fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
+    precision = given_precision(arguments)
+    if precision is not None:
+        fixed["precision"] = precision
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
     if chose_recomputation(arguments):
@@ -254,6 +267,17 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
     return tuple(f"{name}={value}" for name, value in fixed.items())
 
 
+def given_precision(arguments: Any) -> str | None:
+    """Return the precision in which accelerate runs the model: ``bf16`` or ``fp16``, or None.
+
+    The user sets it by an argument of this name, or for ``accelerate launch``.
+    """
+    for name in ("bf16", "fp16"):
+        if getattr(arguments, name) or getattr(arguments, "mixed_precision", "no") == name:
+            return name
+    return None
+
+
 def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimizer_given: bool) -> None:
     """Raise RequestError for a fixed field that the Trainer cannot honour together with the user's arguments.
 
@@ -268,6 +292,8 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
             )
         if name == "weight_offload" and value != "none":
             raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: the model is in memory; use upshift train")
+        if name == "precision" and value == "fp16" and given_precision(arguments) != "fp16":
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer alone: {NO_SCALER}")
         if name == "mup_base" and value:
             raise RequestError(
                 f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
@@ -292,8 +318,9 @@ def refuse_contradictions(chosen: tuple[str, ...], arguments: Any, *, num_layers
         assignment.split("=", 1) for assignment in fixed_fields(arguments, num_layers=num_layers, optimizer_given=optimizer_given)
     )
     carried_out = {}
-    if arguments.bf16 or arguments.fp16:
-        carried_out["precision"] = "bf16=True" if arguments.bf16 else "fp16=True"
+    precision = given_precision(arguments)
+    if precision is not None:
+        carried_out["precision"] = f"{precision}=True"
     if arguments.torch_compile:
         carried_out["torch_compile"] = "torch_compile=True"
     if was_set(arguments, "optim"):
@@ -373,6 +400,25 @@ def check_devices(arguments: Any) -> None:
         )
 
 
+def refuse_other_engines(trainer: Any) -> None:
+    """Raise RequestError if a launcher made accelerate divide the model by another engine.
+
+    TrainingArguments does not show what ``accelerate launch`` and its config file set.
+    """
+    parallelism = trainer.accelerator.parallelism_config
+    engines = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "parallelism_config": parallelism is not None and parallelism.total_size > 1,
+    }
+    for name, is_enabled in engines.items():
+        if is_enabled:
+            raise RequestError(
+                f"accelerate runs {name} here, as its launcher or config file says, and Upshift's plan divides the model itself; "
+                "start the script with torchrun, or with accelerate launch --multi_gpu"
+            )
+
+
 # Fields of fsdp_config. All others control the wrapper of accelerate, so extract_fsdp refuses them.
 HONOURED_FSDP_OPTIONS = (
     "reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
@@ -437,8 +483,13 @@ def layout_fields(layout: Layout) -> tuple[str, ...]:
     return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
 
 
-def why_unsupported(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
-    """Return why the Trainer cannot run the plan, or None. ``averages`` means that labels are counted over all ranks."""
+def why_unsupported(plan: Plan, *, optimizer_given: bool, averages: bool, scales_losses: bool) -> str | None:
+    """Return why the Trainer cannot run the plan, or None.
+
+    ``averages`` means that labels are counted over all ranks, ``scales_losses`` that accelerate scales the loss of fp16.
+    """
+    if plan.precision == "fp16" and not scales_losses:
+        return NO_SCALER
     layout = plan.layout
     if layout.pipeline_parallel > 1:
         return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"

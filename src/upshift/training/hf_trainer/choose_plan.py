@@ -11,7 +11,8 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,10 +20,12 @@ from typing import Any, get_args
 
 import numpy as np
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.internals.torch_names import dispatch_mode
 from upshift.models.adapter import base_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
@@ -46,6 +49,7 @@ from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.arguments import OPT_IN_FIELDS
 from upshift.training.hf_trainer.loss_split import Split
+from upshift.training.hf_trainer.loss_state import DataWatch
 from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
@@ -61,6 +65,7 @@ class Sample:
 
     batches: list[Batch]  # from the collator, each of the user's per-device size
     seconds_per_batch: float
+    why_no_workers: str = ""  # why other processes may not draw batches
 
     def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> RowBatch:
         """Return the rows of the first ``num_batches`` batches. Raise InseparableRows if a batch is not made of rows."""
@@ -71,10 +76,11 @@ class NoSample(ValueError):
     """An error: the data cannot be read, or reading would use it up. The message gives the reason."""
 
 
-def draw_sample(loader: Any, *, accumulation: int) -> Sample:
+def draw_sample(loader: Any, *, accumulation: int, watch: DataWatch | None = None) -> Sample:
     """Return a sample of the batches of ``trainer.get_train_dataloader()``.
 
-    Raise NoSample for data that can be read only once, and for batches that the collator does not make of examples.
+    Raise NoSample for data that can be read only once, and for batches that the collator does not make of examples. ``watch``
+    looks for a device that draws batches, and refuses exchanges with other ranks.
     """
     dataset = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
@@ -87,18 +93,31 @@ def draw_sample(loader: Any, *, accumulation: int) -> Sample:
     num_examples = min(fewest, max(MAX_EXAMPLES, accumulation * size))
     batches: list[Batch] = []
     start = time.perf_counter()
-    with preserved_rng():
-        examples = _draw_examples(dataset, num_examples)
-        while chunk := list(islice(examples, size)):
-            batch = collate(chunk)
-            if not isinstance(batch, Mapping):
-                raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
-            batches.append(dict(batch))
-            if time.perf_counter() - start > MAX_DRAWING_SECONDS and len(batches) >= accumulation:
-                break
+    try:
+        with preserved_rng(), dispatch_mode(watch.run) if watch is not None else nullcontext():
+            examples = _draw_examples(dataset, num_examples)
+            while chunk := list(islice(examples, size)):
+                batch = collate(chunk)
+                if not isinstance(batch, Mapping):
+                    raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
+                batches.append(dict(batch))
+                if time.perf_counter() - start > MAX_DRAWING_SECONDS and len(batches) >= accumulation:
+                    break
+    except RuntimeError:
+        if watch is None or not watch.exchanges:
+            raise
+        raise NoSample("drawing a batch exchanges data with other ranks, and one rank alone draws the sample") from None
     if not batches:
         raise NoSample("the training data is empty")
-    return Sample(batches, (time.perf_counter() - start) / len(batches))
+    why_no_workers = _why_no_workers(dataset, watch.device if watch is not None else "")
+    return Sample(batches, (time.perf_counter() - start) / len(batches), why_no_workers)
+
+
+def _why_no_workers(dataset: Any, device: str) -> str:
+    """Return why other processes may not draw batches, or "". ``device`` draws them, beside the CPU."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return "each worker would read a stream from its start and repeat its rows"
+    return f"batches are made on {device}, which a forked worker cannot use" if device else ""
 
 
 def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
@@ -191,6 +210,34 @@ class Choice:
         return device.free_memory_bytes if device else None
 
 
+@dataclass(frozen=True)
+class PlannedState:
+    """The user's options for the plan, and the plan that the last training chose."""
+
+    plan: Plan | None  # the plan to run, if the user gave one
+    fixed: tuple[str, ...]  # fields of the plan, as "field=value"
+    allow: tuple[str, ...]  # changes of the mathematics that the plan may make
+    trial_seconds: float | None  # None: by the length of the run
+    memory_limit_gib: float | None  # None: all free memory
+    last_choice: tuple[Choice, Split] | None = None
+
+    @property
+    def is_demanded(self) -> bool:
+        """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
+        return bool(self.plan is not None or self.fixed or self.allow or self.memory_limit_gib is not None)
+
+    def check(self) -> None:
+        """Raise RequestError for options beside a given plan, which would have no effect."""
+        others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
+        given = [name for name, value in others.items() if value not in ((), None)]
+        if self.plan is not None and given:
+            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
+
+
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values)
+
+
 def shrink_micro_batch(choice: Choice, *, rows: int) -> Choice:
     """Return the choice with smaller micro-batches after a step ran out of memory.
 
@@ -257,7 +304,13 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
     drawing_seconds = request.sample.seconds_per_batch * request.accumulation
     num_cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
-    num_workers, loading = count_workers(drawing_seconds, candidate.time.total, device=request.device, num_cores=num_cores)
+    num_workers, loading = count_workers(
+        drawing_seconds,
+        candidate.time.total,
+        device=request.device,
+        num_cores=num_cores,
+        why_none=request.sample.why_no_workers,
+    )
     return Choice(
         plan=Plan.model_validate(candidate.plan.model_dump()),
         planning=planning,
@@ -450,18 +503,23 @@ def _row_format(request: PlanRequest) -> CutSettings:
         unit=request.split.unit or "rows",
         trims=request.split.trims,
         drops_mask=request.split.drops_mask,
+        structure=rows.structure,
     )
 
 
-def count_workers(drawing_seconds: float, step_seconds: float, *, device: str, num_cores: int) -> tuple[int, str]:
+def count_workers(
+    drawing_seconds: float, step_seconds: float, *, device: str, num_cores: int, why_none: str = ""
+) -> tuple[int, str]:
     """Return how many processes draw batches, and the reason.
 
-    ``drawing_seconds`` and ``step_seconds`` are the times of one global batch.
+    ``drawing_seconds`` and ``step_seconds`` are the times of one global batch. ``why_none`` says why no worker may draw one.
     """
     share = drawing_seconds / step_seconds
     message = f"drawing a global batch takes {1000 * drawing_seconds:.1f} ms, {share:.1%} of a step"
     if device == "cpu":
         return 0, f"{message}; the step itself keeps every core busy, so workers would only take from it"
+    if why_none:
+        return 0, f"{message}; {why_none}"
     if share < MIN_DRAWING_SHARE:
         return 0, message
     return min(math.ceil(WORKER_HEADROOM * share), max(num_cores - 1, 1)), f"{message}; workers draw while the device computes"

@@ -7,19 +7,21 @@ shards of the weights on each rank, the shards that each optimizer updates, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.internals.transformers_names import FSDP_MANAGED
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
+from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.distributed.fsdp import reshard_weights, shard_weights, sharded_modules
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.parallelize import parallelize
@@ -36,6 +38,30 @@ from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.hf_trainer.step import StepExchange, gather_objects, to_host
 from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
+
+T = TypeVar("T")
+
+
+def choose_on_rank_0(choose: Callable[[], T]) -> T:
+    """Call ``choose`` on rank 0 and return its result on every rank. All ranks call this function together.
+
+    If ``choose`` raises an error, raise it on every rank. The random number generators stay the same on all ranks.
+    """
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            with preserved_rng():
+                message = [choose()]
+        except UpshiftError as error:
+            kind = type(error) if type(error) in (RequestError, NothingFits) else JobFailed
+            message = [kind(str(error))]
+        except Exception as error:  # the other ranks must not wait for a result that never comes
+            dist.broadcast_object_list([JobFailed(f"rank 0: {type(error).__name__}: {error}")])
+            raise
+    dist.broadcast_object_list(message)
+    if isinstance(message[0], UpshiftError):
+        raise message[0]
+    return message[0]  # type: ignore[no-any-return]
 
 
 class DistributedTraining(LibraryTrainer):

@@ -26,7 +26,7 @@ from upshift.errors import RequestError
 from upshift.models.describe import max_positions
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import RowBatch
+from upshift.training.batches.user_batches import RowBatch, RowStructure
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -41,6 +41,8 @@ MAX_ROWS_AT_ONCE = 64  # rows of one batch that are measured at once
 MAX_LABEL_SECONDS = 10.0  # time limit for measuring every label
 LARGER_SCALE = 4.0  # factor on the weights
 GRADIENT_ELEMENTS = 2**22  # limit for the parameters whose gradients are compared
+
+RAN_OUT = "measuring the loss ran out of memory"  # a reason not to split
 
 Inputs = dict[str, Tensor]
 Measured = float | Tensor
@@ -91,6 +93,7 @@ class Split:
     reason: str = ""
     why_not_flat: str = "the loss of two rows end to end is not that of the two"
     isolation: Isolation | None = None  # None: unknown for this class of model
+    structure: RowStructure | None = None  # of the sampled batches; None: they are not made of rows, or stay whole
 
 
 def has_batch_statistics(model: nn.Module) -> str | None:
@@ -114,14 +117,24 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
     try:
         return _measure(rows, probes, pairs)
     except Unsplittable as error:
-        return Split(None, reason=str(error))
+        reason = str(error)
     except Exception as error:  # the script's loss may not work for these rows, or in this mode
         if is_out_of_memory(error):
-            raise
-        if probes.is_library_loss:
-            raise_for_inputs(error)
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        return Split(None, reason=f"the loss could not be measured on two rows: {message}")
+            reason = RAN_OUT
+        else:
+            if probes.is_library_loss:
+                raise_for_inputs(error)
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            reason = f"the loss could not be measured on two rows: {message}"
+    if reason == RAN_OUT:  # not in the except block: there the error still holds the tensors of the failed measurement
+        free_cached_memory()
+    return Split(None, reason=reason)
+
+
+def free_cached_memory() -> None:
+    """Return memory that torch keeps for later tensors to the GPU, so that the training has what it had before."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def raise_for_inputs(error: Exception) -> None:
@@ -211,7 +224,15 @@ def _measure(rows: RowBatch, probes: LossProbes, pairs: list[Members]) -> Split:
     )
     flattens = drops_mask and probe.works_and_agrees(pair_loss, lambda: probe.flattened_loss(first_pair))
     ranges = {} if is_library_loss else entry_ranges(rows)
-    return Split(unit, trims, drops_mask, flattens, needs_equal_labels=has_equal_labels and not is_library_loss, ranges=ranges)
+    return Split(
+        unit,
+        trims,
+        drops_mask,
+        flattens,
+        needs_equal_labels=has_equal_labels and not is_library_loss,
+        ranges=ranges,
+        structure=rows.structure,
+    )
 
 
 def _check_gradient(rows: RowBatch, probes: LossProbes, members: Members, unit: Unit) -> None:

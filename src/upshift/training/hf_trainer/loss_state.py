@@ -7,16 +7,22 @@ script that they refer to, buffers of modules, and generators of random numbers.
 
 from __future__ import annotations
 
+import copy
 import random
+import re
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from upshift.internals.torch_names import tree_leaves
 
 MAX_VALUES = 5000
 MAX_CONTAINER_ITEMS = 1000  # of one container; a longer one holds data, and no state
@@ -31,6 +37,7 @@ TRAINER_ATTRIBUTES = frozenset(
      "model_wrapped", "optimizer", "processing_class", "state", "train_dataset"}
 )  # fmt: skip
 
+EXCHANGES = ("c10d", "_c10d_functional")  # namespaces of operators
 RANDOM_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -50,9 +57,106 @@ def _state_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any],
 
 def refuse_exchanges(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of torch. Raise RuntimeError if it exchanges data with other ranks, because these may not take part."""
-    if operator.namespace in ("c10d", "_c10d_functional"):
-        raise RuntimeError("the loss exchanges data with other ranks")
+    if operator.namespace in EXCHANGES:
+        raise RuntimeError("the script's code exchanges data with other ranks")
     return operator(*args, **kwargs)
+
+
+class DataWatch:
+    """Watch the operators of torch that draw batches: whether they use a device, or exchange data with other ranks."""
+
+    def __init__(self) -> None:
+        self.device = ""  # the first device beside the CPU
+        self.exchanges = False  # whether an exchange was refused
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator. Raise RuntimeError if it exchanges data with other ranks, because these may not take part."""
+        self.exchanges = self.exchanges or operator.namespace in EXCHANGES
+        result = refuse_exchanges(operator, args, kwargs)
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                self.device = self.device or value.device.type
+        return result
+
+
+@contextmanager
+def state_at_step(trainer: Any, step: int, total_steps: int) -> Iterator[None]:
+    """Set the Trainer's ``state`` to a step of the training while open, because a loss may read it."""
+    state = trainer.state
+    trainer.state = copy.copy(state)
+    trainer.state.global_step = step
+    trainer.state.max_steps = total_steps
+    trainer.state.epoch = trainer.args.num_train_epochs * step / max(total_steps, 1)
+    try:
+        yield
+    finally:
+        trainer.state = state
+
+
+@contextmanager
+def without_logging(trainer: Any) -> Iterator[dict[str, None]]:
+    """Replace the Trainer's ``log`` while open, so that a loss that is only measured reaches neither the log nor callbacks.
+
+    Yield the names that the loss tried to log, in order.
+    """
+    script_log = vars(trainer).get("log")
+    names = dict[str, None]()
+    trainer.log = lambda logs, *arguments, **named: names.update(dict.fromkeys(logs))
+    try:
+        yield names
+    finally:
+        del trainer.log
+        if script_log is not None:
+            trainer.log = script_log
+
+
+class Tracker(NamedTuple):
+    """Functions of a library that record a value: those of a module, or of a class in it, whose whole names match a pattern."""
+
+    module: str
+    class_name: str
+    pattern: str
+
+
+TRACKERS = (
+    Tracker("torch.utils.tensorboard", "SummaryWriter", r"add_\w+"),
+    Tracker("tensorboardX", "SummaryWriter", r"add_\w+"),
+    Tracker("wandb", "", "log"),
+    Tracker("wandb", "Run", "log|log_artifact"),
+    Tracker("mlflow", "", r"log_\w+|set_tags?"),
+    Tracker("trackio", "", "log"),
+    Tracker("trackio", "Run", "log"),
+    Tracker("swanlab", "", "log"),
+)
+
+
+@contextmanager
+def muted_trackers() -> Iterator[list[str]]:
+    """Let the trackers that this process has imported record nothing while open. Yield the names of the functions called."""
+    calls: list[str] = []
+    with ExitStack() as stack:
+        for tracker in TRACKERS:
+            owner: Any = sys.modules.get(tracker.module)
+            if tracker.class_name:
+                owner = getattr(owner, tracker.class_name, None)
+            if owner is None:
+                continue
+            names = [name for name, value in vars(owner).items() if callable(value) and re.fullmatch(tracker.pattern, name)]
+            for name in names:
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                shown_name = f"{tracker.class_name or tracker.module}.{name}"
+                setattr(owner, name, _recording(shown_name, calls))
+        yield calls
+
+
+def _recording(name: str, calls: list[str]) -> Callable[..., None]:
+    """Return a function that appends the name to ``calls`` and does nothing else."""
+
+    def record(*arguments: Any, **named: Any) -> None:
+        if name not in calls:
+            calls.append(name)
+
+    return record
 
 
 @dataclass

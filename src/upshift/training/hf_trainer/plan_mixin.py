@@ -5,21 +5,19 @@ With several ranks, rank 0 decides and the others receive its decision.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
@@ -28,7 +26,6 @@ from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Attention, Plan
 from upshift.planning.planner import find_host
-from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.batches.stand_ins import make_stand_ins
 from upshift.training.batches.user_batches import InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
@@ -38,6 +35,7 @@ from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
     changes_by_optimizer,
     fixed_fields,
+    given_precision,
     layout_fields,
     local_ranks,
     optimizer_name,
@@ -50,6 +48,7 @@ from upshift.training.hf_trainer.choose_plan import (
     WHOLE_LOGITS,
     Choice,
     NoSample,
+    PlannedState,
     PlanRequest,
     Sample,
     check_layer_drop,
@@ -67,76 +66,36 @@ from upshift.training.hf_trainer.choose_plan import (
     why_not_of_model,
     without_fields,
 )
+from upshift.training.hf_trainer.distributed import choose_on_rank_0
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
+    RAN_OUT,
     LossProbes,
     Split,
     exact_matmuls,
+    free_cached_memory,
     gradient_in_evaluation,
     loss_in_evaluation,
     loss_in_training,
     measure_split,
     raise_for_inputs,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, Traces, refuse_exchanges
+from upshift.training.hf_trainer.loss_state import (
+    TRAINER_ATTRIBUTES,
+    DataWatch,
+    StateSnapshot,
+    Traces,
+    muted_trackers,
+    refuse_exchanges,
+    state_at_step,
+    without_logging,
+)
 from upshift.training.hf_trainer.monitor import format_trial, print_line
-from upshift.training.hf_trainer.patching import LibraryTrainer, is_own
-
-T = TypeVar("T")
-
+from upshift.training.hf_trainer.patching import LibraryTrainer, is_own, watched_autocast
+from upshift.training.out_of_memory import is_out_of_memory
 
 COLD_SECONDS = 1.0  # a first call that takes longer is not repeated to be measured warm
 STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
-
-
-@dataclass(frozen=True)
-class PlannedState:
-    """The user's options for the plan, and the plan that the last training chose."""
-
-    plan: Plan | None  # the plan to run, if the user gave one
-    fixed: tuple[str, ...]  # fields of the plan, as "field=value"
-    allow: tuple[str, ...]  # changes of the mathematics that the plan may make
-    trial_seconds: float | None  # None: by the length of the run
-    memory_limit_gib: float | None  # None: all free memory
-    last_choice: tuple[Choice, Split] | None = None
-
-    @property
-    def is_demanded(self) -> bool:
-        """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
-        return bool(self.plan is not None or self.fixed or self.allow or self.memory_limit_gib is not None)
-
-    def check(self) -> None:
-        """Raise RequestError for options beside a given plan, which would have no effect."""
-        others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
-        given = [name for name, value in others.items() if value not in ((), None)]
-        if self.plan is not None and given:
-            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
-
-
-def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    return (values,) if isinstance(values, str) else tuple(values)
-
-
-def choose_on_rank_0(choose: Callable[[], T]) -> T:
-    """Call ``choose`` on rank 0 and return its result on every rank. All ranks call this function together.
-
-    If ``choose`` raises an error, raise it on every rank. The random number generators stay the same on all ranks.
-    """
-    message: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            with preserved_rng():
-                message = [choose()]
-        except UpshiftError as error:
-            kind = type(error) if type(error) in (RequestError, NothingFits) else JobFailed
-            message = [kind(str(error))]
-        except Exception as error:  # the other ranks must not wait for a result that never comes
-            dist.broadcast_object_list([JobFailed(f"rank 0: {type(error).__name__}: {error}")])
-            raise
-    dist.broadcast_object_list(message)
-    if isinstance(message[0], UpshiftError):
-        raise message[0]
-    return message[0]  # type: ignore[no-any-return]
 
 
 class PlanMixin(LibraryTrainer):
@@ -156,9 +115,12 @@ class PlanMixin(LibraryTrainer):
     _upshift_library_class: type[transformers.Trainer]
     _upshift_requested_layout: Layout
     _upshift_planned: PlannedState
+    _upshift_made_optimizer: torch.optim.Optimizer | None = None  # by this Trainer
+    _upshift_saw_autocast: bool = False  # a module of the model ran under autocast while the script's loss was measured
 
     if TYPE_CHECKING:
 
+        def _upshift_plain_optimizer(self) -> torch.optim.Optimizer: ...
         @property
         def _upshift_has_own_step(self) -> bool: ...
         @property
@@ -171,20 +133,23 @@ class PlanMixin(LibraryTrainer):
         cannot be met, and NothingFits if no plan fits into memory. If the prediction is of another loss than the run's, the
         user's own settings run instead.
         """
+        self._upshift_keep_attention()
         choice = self._upshift_planned.last_choice
         if choice is None or not self._upshift_is_divided:
-            if self.args.world_size > 1:
-                choice = choose_on_rank_0(self._upshift_choose_locally)
+            with preserved_rng():
+                loader = self.get_train_dataloader()  # of all ranks, because these may wait for each other in it
+            if self._upshift_has_ranks:
+                choice = choose_on_rank_0(partial(self._upshift_choose_locally, loader))
             else:
                 with preserved_rng():
-                    choice = self._upshift_choose_locally()
+                    choice = self._upshift_choose_locally(loader)
             problem = self._upshift_why_not(choice[0].plan)
             if problem is not None:
                 raise RequestError(problem)
             self._upshift_planned = replace(self._upshift_planned, last_choice=choice)
         return choice
 
-    def _upshift_choose_locally(self) -> tuple[Choice, Split]:
+    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
         """Choose on this rank alone: the user's own settings where no plan can be made, a given plan, or the planner's."""
         options = self._upshift_planned
         device = torch.device(self.args.device).type
@@ -203,11 +168,11 @@ class PlanMixin(LibraryTrainer):
         if is_own(self, PREPARE_INPUTS.attribute, self._upshift_library_class):
             reason = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
             return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
-        loader = self.get_train_dataloader()
         # Data sets and collators may draw random numbers of their own.
         data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
         try:
-            sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps)
+            watch = DataWatch() if self._upshift_has_ranks or device != "cpu" else None
+            sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps, watch=watch)
         except NoSample as error:
             return self._upshift_keep_settings(plain, str(error), options.is_demanded), Split(None)
         finally:
@@ -259,7 +224,7 @@ class PlanMixin(LibraryTrainer):
         if self._upshift_has_ranks and not plan_can_run:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded)
         try:
-            stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
+            stand_ins = replace(sample, batches=make_stand_ins(sample.batches, self.model))
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
         except InseparableRows as error:
             if options.plan is not None:
@@ -318,10 +283,26 @@ class PlanMixin(LibraryTrainer):
 
         The script's code may pass the model what one kind of attention reads, such as the borders of texts end to end.
         """
-        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
-        if attention not in get_args(Attention) or any(assignment.startswith("attention=") for assignment in fixed):
+        attention = self._upshift_model_attention
+        if attention is None or any(assignment.startswith("attention=") for assignment in fixed):
             return fixed
         return (*fixed, f"attention={attention}")
+
+    @property
+    def _upshift_model_attention(self) -> str | None:
+        """Return the model's present attention, or None if it is none that plans know."""
+        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
+        return attention if attention in get_args(Attention) else None
+
+    def _upshift_keep_attention(self) -> None:
+        """Put the model's own attention into a given plan that names none.
+
+        transformers gives a model sdpa where it has it, so another attention is the script's choice.
+        """
+        plan = self._upshift_planned.plan
+        attention = self._upshift_model_attention
+        if plan is not None and "attention" not in plan.model_fields_set and attention not in (None, "sdpa"):
+            self._upshift_planned = replace(self._upshift_planned, plan=plan.changed(attention=attention))
 
     def _upshift_plan_request(self, sample: Sample, rows: RowBatch, split: Split, total_steps: int) -> PlanRequest:
         accumulation = self.args.gradient_accumulation_steps
@@ -383,6 +364,8 @@ class PlanMixin(LibraryTrainer):
             split, row_seconds = self._upshift_measure_split(sample, rows, total_steps)
         except InseparableRows as error:
             return None, Split(None, reason=str(error)), seconds
+        if split.reason == RAN_OUT:
+            return rows, split, math.inf
         if split.unit is None and seconds < math.inf:
             return rows, split, seconds
         return rows, split, row_seconds * self._train_batch_size
@@ -396,6 +379,7 @@ class PlanMixin(LibraryTrainer):
         labels = sample.batches[0].get("labels") if self._upshift_counts_items(sample) else None
         num_items = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else None
         loss_of = loss_in_evaluation(self.model, partial(self._upshift_loss_of, total_steps=total_steps, times=times))
+        has_run_out = False
         with self._upshift_leaving_no_trace() as traces:
             try:
                 for _ in range(2):  # the first one is cold
@@ -403,9 +387,13 @@ class PlanMixin(LibraryTrainer):
                     if times[-1] > COLD_SECONDS:
                         break
             except Exception as error:  # the script's loss may not work in evaluation mode
-                raise_for_inputs(error)
+                has_run_out = is_out_of_memory(error)
+                if not has_run_out:
+                    raise_for_inputs(error)
                 times.clear()
-        return min(times, default=math.inf), traces.reason
+        if has_run_out:
+            free_cached_memory()
+        return min(times, default=math.inf), RAN_OUT if has_run_out else traces.reason
 
     def _upshift_loss_of(
         self, inputs: dict[str, Any], items: int | None, *, total_steps: int, times: list[float], step: int = 0
@@ -413,7 +401,7 @@ class PlanMixin(LibraryTrainer):
         """Return the loss of some inputs at a step of the training. Append its seconds to ``times``."""
         start = time.perf_counter()
         num_items = None if items is None else torch.tensor(items, device=self.args.device)
-        with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
+        with self.compute_loss_context_manager(), state_at_step(self, step, total_steps):
             loss: Any = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
         if loss.is_cuda:
             torch.cuda.synchronize()  # else the time is that of starting the kernels
@@ -468,7 +456,14 @@ class PlanMixin(LibraryTrainer):
         """
         traces = Traces()
         alone = dispatch_mode(refuse_exchanges) if self._upshift_has_ranks else nullcontext()  # only rank 0 measures
-        with self._upshift_without_logging() as logged, exact_matmuls(), alone:
+        autocast_use = watched_autocast(torch.device(self.args.device).type)
+        with (
+            without_logging(self) as logged,
+            muted_trackers() as tracked,
+            exact_matmuls(),
+            alone,
+            autocast_use as use,
+        ):
             state = StateSnapshot(
                 without=TRAINER_ATTRIBUTES,
                 Trainer=self,
@@ -479,39 +474,13 @@ class PlanMixin(LibraryTrainer):
             yield traces
             changed_name = state.changed()
             state.restore()
+        self._upshift_saw_autocast = self._upshift_saw_autocast or use.is_seen
         if changed_name is not None and not self._upshift_uses_library_loss:
             traces.reason = f"the loss changes {changed_name} at each call"
+        if tracked:
+            traces.reason = f"the loss calls {', '.join(tracked)} for each batch, and a plan calls it for other rows"
         if logged:
             traces.reason = f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows"
-
-    @contextmanager
-    def _upshift_state_at_step(self, step: int, total_steps: int) -> Iterator[None]:
-        """Set ``self.state`` to a step of the training while open, because a loss may read it."""
-        state = self.state
-        self.state = copy.copy(self.state)
-        self.state.global_step = step
-        self.state.max_steps = total_steps
-        self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
-        try:
-            yield
-        finally:
-            self.state = state
-
-    @contextmanager
-    def _upshift_without_logging(self) -> Iterator[dict[str, None]]:
-        """Replace ``log`` while open, so that a loss that is only measured reaches neither the log nor callbacks.
-
-        Yield the names that the loss tried to log, in order.
-        """
-        script_log = vars(self).get("log")
-        names = dict[str, None]()
-        self.log = lambda logs, *arguments, **named: names.update(dict.fromkeys(logs))  # type: ignore[method-assign]
-        try:
-            yield names
-        finally:
-            del self.log
-            if script_log is not None:
-                self.log = script_log  # type: ignore[method-assign]
 
     def _upshift_total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
@@ -532,10 +501,10 @@ class PlanMixin(LibraryTrainer):
         fixed += self._upshift_planned.fixed
         if self._upshift_uses_script_loss:
             fixed.append("loss_chunk_tokens=0")
-        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
-        if attention in PACKED_KERNELS and "attention" not in user_names:
-            fixed.append(f"attention={attention}")
-        return tuple(fixed)
+        is_precision_fixed = any(assignment.startswith("precision=") for assignment in fixed)
+        if not is_precision_fixed and self._upshift_opens_autocast:
+            fixed.append("precision=fp32")  # the script's own autocast chooses; the plan adds none
+        return tuple(fixed) if self._upshift_model_attention == "sdpa" else self._upshift_fix_attention(tuple(fixed))
 
     def _upshift_host(self, *, probe: bool) -> Host:
         """Return the host of all ranks.
@@ -556,7 +525,12 @@ class PlanMixin(LibraryTrainer):
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = why_unsupported(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        problem = why_unsupported(
+            plan,
+            optimizer_given=self._upshift_optimizer_is_given,
+            averages=averages,
+            scales_losses=given_precision(self.args) == "fp16",
+        )
         if problem is not None or self._upshift_is_divided:
             return problem
         return why_cannot_run(plan, self.model)
@@ -567,10 +541,14 @@ class PlanMixin(LibraryTrainer):
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
-        """Return whether the script made the optimizer, and not an earlier training of this Trainer."""
-        return self._upshift_planned.last_choice is None and (
-            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        )
+        """Return whether the script made the optimizer, and not this Trainer, perhaps for an earlier training."""
+        is_made_here = self.optimizer is None or self._upshift_plain_optimizer() is self._upshift_made_optimizer
+        return self.optimizer_cls_and_kwargs is not None or not is_made_here
+
+    @property
+    def _upshift_opens_autocast(self) -> bool:
+        """Return whether the script's own code opens autocast, as far as the loss was measured."""
+        return self._upshift_saw_autocast or is_own(self, "autocast_smart_context_manager", self._upshift_library_class)
 
     @property
     def _upshift_updates_in_backward(self) -> bool:

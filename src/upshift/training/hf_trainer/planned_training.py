@@ -22,7 +22,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.internals.torch_names import COMPILED_CALL
 from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
-from upshift.models.ops.activation_checkpointing import recompute_layers
+from upshift.models.ops.activation_checkpointing import recompute_layers, restored_checkpointing
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
 from upshift.planning.cost.optimizer import rounds_stochastically
@@ -36,23 +36,24 @@ from upshift.training.hf_trainer.arguments import (
     check_fixed,
     check_limits,
     chose_recomputation,
+    given_precision,
     local_ranks,
     opt_in_fields,
-    recomputes_activations,
+    refuse_other_engines,
     refuse_unsupported,
     was_set,
 )
-from upshift.training.hf_trainer.choose_plan import Choice, shrink_micro_batch
+from upshift.training.hf_trainer.choose_plan import Choice, PlannedState, as_tuple, shrink_micro_batch
 from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
-from upshift.training.hf_trainer.plan_mixin import PlanMixin, PlannedState, as_tuple
+from upshift.training.hf_trainer.patching import forward_in_precision
+from upshift.training.hf_trainer.plan_mixin import PlanMixin
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, format_autopsy, make_autopsy, read_memory
 from upshift.training.prepare import (
-    autocast,
     chunked_loss,
     compile_layers,
     configure_process,
@@ -125,6 +126,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         options.check()
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
+        refuse_other_engines(self)
         check_devices(self.args)
         optimizer_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         check_limits(memory_limit_gib=options.memory_limit_gib, trial_seconds=options.trial_seconds)
@@ -137,6 +139,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         self._upshift_waiting_batches: list[Any] = []
         self._upshift_waiting_items: Any = None  # num_items_in_batch of the step of these batches
         self._upshift_memory_readings: MemoryReadings | None = None  # read when a step ran out of memory
+        self._upshift_num_workers: int | None = None  # processes that draw batches while the plan runs; None: by the arguments
         self._upshift_backward_hooks: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
@@ -157,7 +160,10 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         is_on_cpu = torch.device(self.args.device).type == "cpu"
         limit = limited_memory(local_ranks()) if is_on_cpu else contextlib.nullcontext()
         watched = watched_numerics(self.args, self.model, self.upshift_choice.plan)
-        with self._upshift_plan_applied(self.upshift_choice.plan), limit, watched, self._upshift_watch_steps():
+        plan = self.upshift_choice.plan
+        applied = self._upshift_plan_applied(plan)
+        in_precision = self._upshift_in_precision(plan)
+        with restored_checkpointing(self.model), applied, in_precision, limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
                 output = super()._inner_training_loop(*arguments, **named)
@@ -166,6 +172,19 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 self._upshift_waiting_batches = []
         output.metrics["planning_runtime"] = round(planning_seconds, 4)  # train_runtime does not include it
         return output
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader as transformers.Trainer does, with the plan's number of workers while a plan runs.
+
+        The number is for the training data alone: nothing was measured of the evaluation.
+        """
+        num_workers = self.args.dataloader_num_workers
+        if self._upshift_num_workers is not None:
+            self.args.dataloader_num_workers = self._upshift_num_workers
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_num_workers = num_workers
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collect the batches of one optimizer step. Compute all of them when the last one arrives.
@@ -230,9 +249,16 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         stack: contextlib.ExitStack = super().compute_loss_context_manager()
         if self.upshift_choice is not None:
-            stack.enter_context(autocast(self.upshift_choice.plan))
             stack.enter_context(losses_in_fp32(self.upshift_choice.plan))
         return stack
+
+    def _upshift_in_precision(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model runs in the plan's precision, if accelerate does not see to it."""
+        if given_precision(self.args) is not None:
+            return contextlib.nullcontext()
+        has_own_step = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
+        reads_outputs = self._upshift_uses_script_loss or has_own_step or self.label_smoother is not None
+        return forward_in_precision(self.model, plan, reads_outputs=reads_outputs)
 
     # The setup by the plan
 
@@ -247,7 +273,6 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         num_threads = torch.get_num_threads()
         matmul_precision = torch.get_float32_matmul_precision()
         optim = self.args.optim
-        num_workers = self.args.dataloader_num_workers
         attention = ATTENTION.of(base_of(self.model).config)
         uncompiled = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         configure_process(plan)
@@ -256,7 +281,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         if not was_set(self.args, "optim") and plan.optim in {*library_optimizers}:
             self.args.optim = library_optimizers(plan.optim)
         if not was_set(self.args, "dataloader_num_workers"):
-            self.args.dataloader_num_workers = self.upshift_choice.num_workers
+            self._upshift_num_workers = self.upshift_choice.num_workers
         try:
             yield
         finally:
@@ -265,24 +290,27 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             torch.set_num_threads(num_threads)
             torch.set_float32_matmul_precision(matmul_precision)
             self.args.optim = optim
-            self.args.dataloader_num_workers = num_workers
+            self._upshift_num_workers = None
             if plan.torch_compile != "off":
                 for module in uncompiled:
                     COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
-            if not chose_recomputation(self.args):
-                recompute_layers(self.model, None if recomputes_activations(self.args) else 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
+        is_missing = self.optimizer is None
         if self.optimizer is None and plan is not None and self._upshift_builds_optimizer(plan):
             arguments = Arguments(max_steps=1, **{name: getattr(self.args, name) for name in SHARED_ARGUMENTS})
-            self.optimizer = build_optimizer(self.model, plan, arguments, sharding=self._upshift_update_sharding())
+            decayed = self.get_decay_parameter_names(self.model)
+            sharding = self._upshift_update_sharding()
+            self.optimizer = build_optimizer(self.model, plan, arguments, sharding=sharding, decayed=decayed)
         if self.optimizer is None:
             super().create_optimizer(model)
         self.optimizer = self._upshift_shard_optimizer(self.optimizer)
+        if is_missing:
+            self._upshift_made_optimizer = self.optimizer
         if plan is not None and plan.optimizer_in_backward and not self._upshift_backward_hooks:
             self._upshift_backward_hooks = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]

@@ -50,10 +50,19 @@ class CheckpointResuming(CheckpointSaving):
     """
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """Train as transformers.Trainer.train does."""
+        """Train as transformers.Trainer.train does.
+
+        Whatever ends the training, a checkpoint that is being written is complete before the script goes on.
+        """
+        self._upshift_writer.wait()
+        self.accelerator.wait_for_everyone()  # only one process writes it
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_resumable(Path(self.args.output_dir)))
-        return super().train(resume_from_checkpoint, *args, **options)
+        try:
+            return super().train(resume_from_checkpoint, *args, **options)
+        except BaseException:
+            self._upshift_writer.finish()
+            raise
 
     def _tune_save_checkpoint(self: Any, checkpoint_dir: str) -> None:
         """Write the checkpoint of a trial of Ray. This trial or another one can resume from it."""

@@ -377,9 +377,6 @@ class CheckpointSaving(LibraryTrainer):
 
     def _upshift_check_savable(self: Any) -> None:
         """Raise RequestError if it is known before the first step that a checkpoint cannot be saved."""
-        for library, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
-            if enabled:
-                raise RequestError(f"checkpoints hold whole models and {library} splits them; set save_strategy='no'")
         if self._upshift_has_shards():
             if self.args.save_only_model:
                 raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")

@@ -242,7 +242,12 @@ class BatchStep:
         if self.split.unit is None:
             return None
         try:
-            rows = RowBatch(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+            rows = RowBatch(
+                batches,
+                encoder_decoder=self.encoder_decoder,
+                shifts_labels=self.shifts_labels,
+                sampled=self.split.structure,
+            )
         except InseparableRows:
             return None  # these batches are not like the sample
         if self.plan.packing and not rows.can_flatten:

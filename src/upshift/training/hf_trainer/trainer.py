@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from upshift.errors import MissingExtra
+from upshift.training.hf_trainer.choose_plan import PlannedState, as_tuple
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
-from upshift.training.hf_trainer.plan_mixin import PlannedState, as_tuple
 from upshift.training.hf_trainer.planned_training import PlannedTraining
 from upshift.training.hf_trainer.resume import CheckpointResuming
 

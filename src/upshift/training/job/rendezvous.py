@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import JobFailed
 from upshift.settings import Ranks
 
 POLL_SECONDS = 0.05
@@ -23,22 +23,18 @@ MAX_PLANNING_SECONDS = 24 * 3600.0
 
 def meet(ranks: Ranks) -> Store:
     """Return a store for these ranks alone. All ranks call this function."""
-    if ranks.address is None or ranks.port is None:
-        raise RequestError(
-            f"this is rank {ranks.rank} of {ranks.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank 0 "
-            "and MASTER_PORT to a port that is free there, for all ranks"
-        )
+    address, port = ranks.meeting_point()
     try:
         store = TCPStore(
-            ranks.address,
-            ranks.port,
+            address,
+            port,
             is_master=ranks.rank == 0 and not ranks.store_is_there,
             wait_for_workers=False,
             timeout=timedelta(seconds=MAX_ARRIVAL_SECONDS),
         )
     except RuntimeError as error:  # torch raises it if the connection fails
         reason = str(error).splitlines()[0]
-        raise JobFailed(f"rank {ranks.rank} cannot reach {ranks.address}:{ranks.port}, where ranks meet: {reason}") from None
+        raise JobFailed(f"rank {ranks.rank} cannot reach {address}:{port}, where ranks meet: {reason}") from None
     name = secrets.token_hex(8)
     store.set(f"upshift/hello/{ranks.rank}", name)
     rank_0_name = _greet_others(store, ranks, name) if ranks.rank == 0 else _await_greeting(store, ranks, name)

@@ -5,7 +5,7 @@ There each parameter is updated as soon as its gradient is complete, and the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.trainer_pt_utils import get_parameter_names
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
@@ -28,13 +29,22 @@ from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 Groups = list[dict[str, Any]]
 
 
+# Parameters without weight decay by their names, as in transformers.Trainer.get_decay_parameter_names. A test compares both.
+NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
 def build_optimizer(
-    model: nn.Module, plan: Plan, arguments: Arguments, *, sharding: UpdateSharding | None = None
+    model: nn.Module,
+    plan: Plan,
+    arguments: Arguments,
+    *,
+    sharding: UpdateSharding | None = None,
+    decayed: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer as transformers.Trainer builds the one of that name. Raise MissingExtra if its library is missing.
 
-    transformers has no muon; muon takes AdamW's learning rate. Biases and norms (vectors) have no weight decay. ``sharding``
-    says how ranks divide the parameters: the optimizer then updates this rank's shards.
+    transformers has no muon; muon takes AdamW's learning rate. ``sharding`` says how ranks divide the parameters: the optimizer
+    then updates this rank's shards. ``decayed`` names the parameters with weight decay; None: by the rule of transformers.
     """
 
     def build_for_groups(groups: Groups) -> torch.optim.Optimizer:
@@ -42,18 +52,23 @@ def build_optimizer(
             return HostOptimizer(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
         return _builder(plan, arguments, device=plan.device)(groups)
 
-    groups = parameter_groups(model, plan, arguments)
+    groups = parameter_groups(model, plan, arguments, decayed)
     if sharding is None:
         return build_for_groups(groups)
     return ShardedOptimizer(groups, build_for_groups, sharding)
 
 
-def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Groups:
-    """Return the trained parameters in groups: matrices with weight decay, and vectors without."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments, decayed: Collection[str] | None = None) -> Groups:
+    """Return the trained parameters in groups: those with weight decay, and those without.
+
+    ``decayed`` names the parameters with weight decay. None: all but those of layer norms, and those whose names tell a bias or
+    a norm.
+    """
+    names = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED) if decayed is None else decayed)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups: Groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": arguments.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for name, parameter in trained if name in names], "weight_decay": arguments.weight_decay},
+        {"params": [parameter for name, parameter in trained if name not in names], "weight_decay": 0.0},
     ]
     if plan.optim == "muon":
         groups = split_for_muon(model, groups)

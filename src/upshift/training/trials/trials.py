@@ -132,7 +132,7 @@ def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, b
 
     def cached_reason(plan: Plan) -> str | None:
         key: tuple[object, ...]
-        dtypes = plan.precision == "bf16-weights"
+        precision = plan.precision if plan.precision in ("bf16-weights", "fp16") else ""  # of dtypes, or of a loss scaler
         key = (
             plan.num_processes,
             plan.layout,
@@ -140,7 +140,7 @@ def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, b
             plan.attention,
             plan.optim,
             plan.optimizer_in_backward,
-            dtypes,
+            precision,
         )
         if by_recomputation:
             key = (*key, plan.activation_checkpointing, plan.recompute_granularity)
