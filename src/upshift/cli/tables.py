@@ -401,6 +401,9 @@ def isolation_table(isolation: Isolation) -> Table:
         if isolation.loss_splits:
             loss = "the mean over its texts, by labels"
         table.add_row("loss of a batch", loss)
+    if isolation.exact_tokens is not None:
+        effect = "change the results of all texts of their batch, and are not packed"
+        table.add_row(f"texts above {isolation.exact_tokens:,} tokens", effect)
     return table
 
 

@@ -284,9 +284,23 @@ class Isolation(Value):
     shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
     loss_shifts: bool = Field(True, description="a label is predicted from the labels before it: the loss of next tokens")
+    exact_tokens: int | None = Field(
+        None,
+        description="a longer text changes the results of the other texts of its row or batch, as dynamic NTK and LongRoPE do; "
+        "None: no length does",
+    )
     drops_layers: bool = Field(False, description="in training it leaves out whole layers at random (LayerDrop)")
     missing_token_ids: tuple[str, ...] = Field((), description="unset in the config, and a training step fails without them")
     short_of_memory: bool = Field(False, description="the test ran out of memory, so a later one may prove more")
+
+    def why_too_long(self, longest: int) -> str | None:
+        """Return how a text of ``longest`` tokens changes the results of other texts, or None if it does not."""
+        if self.exact_tokens is None or longest <= self.exact_tokens:
+            return None
+        return (
+            f"the longest text has up to {longest:,} tokens, and above {self.exact_tokens:,} the model rotates the positions of "
+            "all texts of a batch by factors that follow from the longest one (rope_parameters)"
+        )
 
     def why_not_packed(self, kernel: str) -> str | None:
         """Return why texts must not share a row under this attention kernel, or None if they may."""

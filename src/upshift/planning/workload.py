@@ -240,6 +240,11 @@ class Workload(Value):
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")
 
     @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, rounded up as the histogram is."""
+        return self.sequence_length if self.lengths is None else self.lengths.longest
+
+    @property
     def num_units(self) -> int:
         """Return the parts of a global batch that ranks and micro-batches may divide: pairs, or sequences."""
         return self.global_batch // self.rows_together

@@ -23,7 +23,9 @@ from upshift.models.profile import Isolation, ModelProfile, Variant
 from upshift.models.profile_cache import isolation_of
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
+from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, plain_default
+from upshift.planning.row_sharing import warning_about_splits, why_not_isolated
 from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
@@ -299,3 +301,68 @@ def test_a_test_that_ran_out_of_memory_is_not_stored(
         short = isolation_of(find_model(str(tmp_path)))
     assert short.short_of_memory and not short.proven and "out of memory" in short.reason and not short.packing
     assert isolation_of(find_model(str(tmp_path))).proven
+
+
+DYNAMIC = DECODER | {
+    "max_position_embeddings": 30, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}  # fmt: skip
+LONGROPE = DECODER | {
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 30,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 30}
+LONGEST = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", DECODER, None),
+    "llama, dynamic": ("LlamaConfig", "LlamaForCausalLM", DYNAMIC, 30),
+    "llama, yarn": ("LlamaConfig", "LlamaForCausalLM", DECODER | {"max_position_embeddings": 120, "rope_parameters": YARN}, None),
+    "phi3, longrope": ("Phi3Config", "Phi3ForCausalLM", LONGROPE, 30),
+    "gpt2: a table of positions": ("GPT2Config", "GPT2LMHeadModel", SMALL | {"bos_token_id": 0, "eos_token_id": 1}, None),
+}
+
+
+def results_beside(model: nn.Module, short: torch.Tensor, longer: torch.Tensor) -> float:
+    """Return the largest change of a text's logits by a longer text on the row below it."""
+    ids = torch.zeros(2, len(longer), dtype=torch.long)
+    ids[0, : len(short)] = short
+    ids[1] = longer
+    with torch.no_grad():
+        return float((model(input_ids=ids).logits[0, : len(short)] - model(input_ids=short[None]).logits[0]).abs().max())
+
+
+@pytest.mark.parametrize("kind", LONGEST)
+def test_the_longest_text_that_leaves_others_alone(kind: str) -> None:
+    """The number that the small copy gives is where the model itself begins to mix texts."""
+    config_class, architecture, arguments, limit = LONGEST[kind]
+    config, model_class = getattr(transformers, config_class)(**arguments), getattr(transformers, architecture)
+    isolation = measure_isolation(config, model_class, "causal-lm")
+    assert isolation.proven and isolation.exact_tokens == limit and isolation.loss_splits
+    assert isolation.why_not_packed("sdpa") is None
+    torch.manual_seed(0)
+    model = loud(model_class(config))
+    short = torch.randint(2, 96, (11,))
+    assert results_beside(model, short, torch.randint(2, 96, (30,))) < 1e-3
+    above = results_beside(model, short, torch.randint(2, 96, (31,)))
+    assert (above > 1e-3) == (limit is not None), above
+
+
+def test_longer_texts_are_not_packed(host: Host, tmp_path: Path) -> None:
+    """The longest text decides, not the width of a row: short texts share rows of 48 tokens as before."""
+    profile = profile_of(source_of(tmp_path, *LONGEST["phi3, longrope"][:3]))
+    for longest, is_packed in ((30, True), (31, False)):
+        lengths = LengthHistogram.of_documents((8,) * 9 + (longest,), 48)
+        workload = Workload(sequence_length=48, global_batch=8, lengths=lengths)
+        plans = [plan for plan in enumerate_plans(host, profile, workload) if isinstance(plan, Plan)]
+        assert any(plan.packing for plan in plans) == is_packed and plans
+        packed = plan_of(packing=True, attention="sdpa")
+        costed = cost_plan(packed, host=host, profile=profile, workload=workload)
+        assert isinstance(costed, Rejected) and ("above 30 the model rotates" in costed.reason) != is_packed
+        if not is_packed:
+            with pytest.raises(RequestError, match="above 30 the model rotates"):
+                parse_fixed(("packing=True",), host, profile, workload)
+    whole = Isolation(proven=True, exact_tokens=30)
+    assert warning_about_splits(whole, 30) is None and "--sequence-length 30 avoids it" in str(warning_about_splits(whole, 31))
+    shared = plan_of(num_processes=2, layout=Layout(context_parallel=2))
+    assert why_not_isolated(whole, shared, longest=30) is None
+    assert "context_parallel=1" in str(why_not_isolated(whole, shared))

@@ -7,6 +7,7 @@ show every leak. Each check runs the copy twice and compares the results:
 - a packed row of two texts, the same row with another first text, and each text on its own
 - a text with and without padding
 - a batch's loss and the losses of its texts
+- a short text beside a long one and alone, if the config states few positions (see position_limit.py)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,6 +43,7 @@ from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.isolation.memory_shortage import raise_if_out_of_memory
+from upshift.models.isolation.position_limit import exact_tokens
 from upshift.models.isolation.seq2seq import measure_seq2seq
 from upshift.models.isolation.small_copy import narrow_copies, plain_token_ids, randomize_weights
 from upshift.models.isolation.token_ids import missing_token_ids
@@ -103,7 +106,9 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
                 if objective not in LANGUAGE_MODEL_OBJECTIVES:
                     shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
                 isolation = probe.isolation()
-                return isolation.model_copy(update={"by_token": by_token, "left_padding": left, "shortest": shortest})
+                limit = exact_tokens(config, small_config, partial(_is_length_independent, model_class, objective))
+                measured = {"by_token": by_token, "left_padding": left, "shortest": shortest, "exact_tokens": limit}
+                return isolation.model_copy(update=measured)
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
                 raise_if_out_of_memory(error)
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
@@ -132,6 +137,13 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     except RequestError as problem:
         return Isolation(reason=str(problem))
     return measure_isolation(config, model_class, objective)
+
+
+def _is_length_independent(
+    model_class: type[PreTrainedModel], objective: Objective | None, small_config: PretrainedConfig
+) -> bool:
+    """Return whether a short text gives the same results beside a long one as alone, in a model of this config."""
+    return _Probe(small_config, model_class, objective).is_length_independent()
 
 
 def _shortest_text(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> int | None:
@@ -307,6 +319,14 @@ class _Probe:
         if not _is_close(first_results, self._separate_results(self.first)):
             return False
         return _is_close(results[1], self._separate_results(self.second))
+
+    def is_length_independent(self) -> bool:
+        """Return whether a short text gives the same results beside a long one as alone."""
+        alone = self._separate_results(self.first)
+        ids, mask = self._batch()
+        results = self._run(ids, **self._mask_argument(mask, masked=True))
+        beside = results[0, :FIRST_LENGTH] if results.shape[:2] == ids.shape else results[0]
+        return _is_close(beside, alone)
 
     def _loss_ignores_padding(self, *, masked: bool) -> bool:
         """Return whether more padding leaves a batch's loss unchanged."""

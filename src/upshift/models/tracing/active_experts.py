@@ -96,5 +96,5 @@ def expert_matrices(module: nn.Module) -> list[nn.Parameter]:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return []
     stacked = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3 and weight.shape[0] > 1]
-    weights = [weight for weight in stacked if weight[0].numel() > 1]
+    weights = [weight for weight in stacked if weight.numel() > weight.shape[0]]
     return weights if len({weight.shape[0] for weight in weights}) == 1 else []

@@ -149,7 +149,7 @@ class PlanSpace:
         for combination in self.combinations:
             plan = start.model_copy(update=combination)
             problem = conflict(plan, clips_gradients=self.workload.clips_gradients)
-            problem = problem or why_not_isolated(self.profile.isolation, plan)
+            problem = problem or why_not_isolated(self.profile.isolation, plan, longest=self.workload.longest)
             if problem is None and self.workload.rows_together > 1:
                 problem = conflict_with_pairs(plan)
             if problem is not None:

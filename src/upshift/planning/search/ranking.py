@@ -216,7 +216,7 @@ class Coster:
 
     def estimate_memory(self, plan: Plan, shape: tuple[int, int] | None = None) -> MemoryEstimate | Rejected:
         """Return the memory of a plan. ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own."""
-        problem = why_not_isolated(self.profile.isolation, plan)
+        problem = why_not_isolated(self.profile.isolation, plan, longest=self.workload.longest)
         if problem is not None:
             return Rejected(plan, problem)
         trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)

@@ -354,7 +354,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
         return " (two rows of a pair are compared)"
     if name == "packing":
         kernels = choices(host, profile, workload)["attention"]
-        return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
+        reason = why_never_packed(profile, kernels, longest=workload.longest)
+        return f" ({reason or 'no sequence of the data leaves room in its row'})"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
     if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
@@ -485,7 +486,7 @@ def _can_chunk(profile: ModelProfile) -> bool:
 def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
     lengths = workload.lengths
     short = workload.rows_together == 1 and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
-    return short and profile.objective == "causal-lm" and can_pack(profile, kernels)
+    return short and profile.objective == "causal-lm" and can_pack(profile, kernels, longest=workload.longest)
 
 
 def _process_counts(host: Host, workload: Workload) -> list[int]:

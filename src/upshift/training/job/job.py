@@ -14,9 +14,10 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
 from upshift.models.profile import num_sides
 from upshift.models.profile_cache import isolation_of
+from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import Tracer
 from upshift.planning.plan import ALONE
-from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.row_sharing import warning_about_splits, why_not_isolated
 from upshift.planning.search.constraints import conflict_with_pairs
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -98,11 +99,11 @@ def check_job(job: Job, data: TrainingData) -> None:
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
-    problem = why_not_isolated(isolation_of(source), job.plan)
-    if problem is None and job.plan.layout != ALONE:
+    _check_isolation(source, job, data)
+    if job.plan.layout != ALONE:
         problem = why_cannot_run(job.plan, Tracer(source).full_model(weight_dtype(source, job.plan)))
-    if problem is not None:
-        raise RequestError(problem)
+        if problem is not None:
+            raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
     planned_length = job.plan.sequence_length
@@ -110,6 +111,18 @@ def check_job(job: Job, data: TrainingData) -> None:
     if planned_length != data_length:
         raise RequestError(f"the plan's sequence_length={planned_length} is not the data's {data_length}; use the same for both")
     check_enough_data(data.training, job.global_batch, data.objective)
+
+
+def _check_isolation(source: ModelSource, job: Job, data: TrainingData) -> None:
+    """Raise RequestError if the plan lets texts of the data change each other's results, and warn if every plan does."""
+    isolation = isolation_of(source)
+    longest = int(data.training.lengths.max())
+    problem = why_not_isolated(isolation, job.plan, longest=longest)
+    if problem is not None:
+        raise RequestError(problem)
+    warning = warning_about_splits(isolation, longest)
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: TrainingData | None = None) -> None:
