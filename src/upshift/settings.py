@@ -77,17 +77,21 @@ def read_ranks() -> Ranks | None:
     RequestError for variables that are no numbers, that contradict each other, or of which some are missing."""
     env = os.environ
     rows = [row for row in RANK_NAMES if row[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in env]
-    for rank_name, size_name, _ in rows:
-        is_single = rank_name != "RANK" and env.get(size_name) == "1"
-        if rank_name in env and size_name in env and not is_single:
-            return _read_ranks(rank_name, size_name)
+    for rank_name, size_name, local_rank_name in rows:
+        if rank_name in env and size_name in env:
+            is_single = rank_name != "RANK" and env[size_name] == "1"
+            return None if is_single else _read_ranks(rank_name, size_name, local_rank_name)
     _check_no_rank(rows[0])
     return None
 
 
 def _check_no_rank(names: tuple[str, str, str]) -> None:
-    """Raise RequestError if some of torchrun's variables are set: the process would train alone beside other ranks."""
-    present = [name for name in names if name in os.environ]
+    """Raise RequestError if some of torchrun's variables are set: the process would train alone beside other ranks.
+
+    A job script may set WORLD_SIZE=1 for one process, and LOCAL_RANK=-1 means "no ranks" in older scripts of transformers.
+    """
+    alone = {"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}
+    present = [name for name in names if name in os.environ and os.environ[name] != alone.get(name)]
     if present:
         missing = " and ".join(name for name in names if name not in os.environ)
         settings = ", ".join(f"{name}={os.environ[name]}" for name in present)
@@ -98,12 +102,13 @@ def _check_no_rank(names: tuple[str, str, str]) -> None:
         )
 
 
-def _read_ranks(rank_name: str, size_name: str) -> Ranks:
+def _read_ranks(rank_name: str, size_name: str, own_local_rank_name: str) -> Ranks:
+    """Return the ranks by the names of one launcher. Another launcher's name of the local rank counts if its own is not set."""
     env = os.environ
     size = _read_number(size_name, least=1, most=MAX_RANKS)
     rank = _read_number(rank_name, least=0, most=size - 1, limit=f", because {size_name} is {size}")
     local_size = _read_number("LOCAL_WORLD_SIZE", least=1, most=size, default=1, limit=f", because {size_name} is {size}")
-    local_rank_name = next((name for name in LOCAL_RANK_NAMES if name in env), None)
+    local_rank_name = next((name for name in (own_local_rank_name, *LOCAL_RANK_NAMES) if name in env), None)
     if local_rank_name is None and size > 1:
         raise RequestError(
             f"{rank_name}={rank} and {size_name}={size} are set without LOCAL_RANK, the number of this rank on its host; start "

@@ -26,18 +26,31 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["abc", "", "-1", "1.0", "99999"])
 @pytest.mark.parametrize("variable", [*NUMBERS])
 def test_a_variable_that_is_no_number_of_its_kind_is_one_line(
-    variable: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variable: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (NUMBERS | {variable: text}).items():
         monkeypatch.setenv(name, value)
     if text == "99999" and variable in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         assert read_ranks() is not None
         return
+    with pytest.raises(RequestError, match=f"^the environment variable {variable}={text} is no number from [^\n]*$"):
+        read_ranks()
+
+
+def test_a_command_that_does_not_train_runs_with_any_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "abc")
     monkeypatch.setattr(sys, "argv", ["upshift", "plan", "--help"])
     with pytest.raises(SystemExit) as ended:
         main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1 and f"{variable}={text} is no number from" in error
+    assert ended.value.code == 0 and "RANK" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "1"), ("LOCAL_RANK", "-1")])
+def test_a_variable_that_says_one_process_is_no_launcher(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, text)
+    assert read_ranks() is None
 
 
 @pytest.mark.parametrize("missing", [("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("RANK", "WORLD_SIZE"), ("RANK", "LOCAL_RANK")])
@@ -54,6 +67,22 @@ def test_the_local_rank_of_another_launcher_counts(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     ranks = read_ranks()
     assert ranks is not None and ranks.local_rank == 1
+
+
+def test_the_launchers_own_local_rank_counts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job script may export LOCAL_RANK before srun, which passes it to all tasks."""
+    for name, value in (*zip(RANK_NAMES[3], ("3", "4", "1"), strict=True), ("SLURM_STEP_ID", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    ranks = read_ranks()
+    assert ranks is not None and ranks.local_rank == 1
+
+
+def test_a_single_task_of_mpirun_inside_a_step_of_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names, numbers in ((RANK_NAMES[1], ("0", "1", "0")), (RANK_NAMES[3], ("0", "8", "0"))):
+        for name, value in zip(names, numbers, strict=True):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert read_ranks() is None
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "3"])

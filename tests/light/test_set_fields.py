@@ -110,7 +110,7 @@ def test_what_the_planner_fixed_is_fixed_for_the_questions_too() -> None:
     without = explain_choice(planning, "activation_offload=false", fixed=(), trace=trace)
     assert without.outcome == "does not fit" and without.plan is not None and not without.plan.activation_offload
     prices = shadow_prices(planning, fixed=("optim=adamw_torch",))
-    assert prices and all(price.plan is None or price.gain for price in prices)
+    assert any(price.plan is not None and price.plan.activation_offload for price in prices)
 
 
 def test_a_place_on_the_disk_is_taken_for_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from upshift.cli.progress import progress_lines
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
 from upshift.cli.usage.messages import MissingValue
 from upshift.disk_full import FREE_SOME, disk_full_message
-from upshift.errors import JobFailed, UpshiftError
+from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
 
 INTERRUPTED = 130
@@ -135,14 +135,25 @@ app.add_typer(data.app, name="data", rich_help_panel=WRITE)
 app.add_typer(xla.app, name="xla", rich_help_panel=MACHINE)
 
 
+def _shows_progress() -> bool:
+    """Return whether this process shows progress: of several ranks, the first one.
+
+    A command that trains refuses unclear ranks by itself. The others do not care.
+    """
+    try:
+        ranks = read_ranks()
+    except RequestError:
+        return True
+    return ranks is None or ranks.rank == 0
+
+
 def main() -> None:
     """Run the command, print errors in one line each, and exit."""
     quiet_libraries()
     count_gpus_by_bus()
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:
-        ranks = read_ranks()
-        with progress_lines(title, tables.err, is_enabled=ranks is None or ranks.rank == 0):
+        with progress_lines(title, tables.err, is_enabled=_shows_progress()):
             code = app(standalone_mode=False)
     except UpshiftError as error:
         if isinstance(error, MissingValue) and error.page:

@@ -49,7 +49,7 @@ class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
         }
 
     def update(self, weight: tf.Variable, states: list[tf.Variable], gradient: tf.Tensor, scalars: Scalars) -> tf.Operation:
-        """Update one weight in place. Vectors (biases and norms) have no weight decay, as in transformers.Trainer."""
+        """Update one weight in place. Vectors (biases and norms) have no weight decay."""
         arguments = self.arguments
         rate = scalars["learning_rate"]
         decay = arguments.weight_decay if len(weight.shape) >= 2 else 0.0
