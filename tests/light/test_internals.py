@@ -23,9 +23,9 @@ DOCUMENTED = {
     "torch": {
         "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.tensor", "torch.distributed.tensor.placement_types", "torch.export", "torch.export.graph_signature",
-        "torch.fx", "torch.nn", "torch.nn.functional", "torch.optim.adamw", "torch.optim.lr_scheduler", "torch.overrides",
-        "torch.profiler", "torch.utils.checkpoint", "torch.utils.cpp_extension", "torch.utils.data", "torch.utils.flop_counter",
-        "torch.utils.hooks",
+        "torch.fx", "torch.nn", "torch.nn.functional", "torch.nn.modules.module", "torch.optim.adamw",
+        "torch.optim.lr_scheduler", "torch.overrides", "torch.profiler", "torch.utils.checkpoint", "torch.utils.cpp_extension",
+        "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks",
     },
     "transformers": {
         "transformers.cache_utils", "transformers.generation", "transformers.integrations.sdpa_attention",

@@ -23,6 +23,9 @@ TRACKER_CALLBACKS = Internal(
     "transformers", "transformers.integrations:get_reporting_integration_callbacks", "--report-to", "leave it out"
 )
 ACTIVATE_NEFTUNE = Internal("transformers", "transformers.integrations:activate_neftune", "--neftune-noise-alpha", "leave it out")
+PARAMETER_NAMES = Internal(
+    "transformers", "transformers.trainer_pt_utils:get_parameter_names", "--weight-decay as in transformers.Trainer"
+)
 # Loading.
 GET_MODEL_CLASS = Internal(
     "transformers",

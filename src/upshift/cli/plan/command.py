@@ -100,7 +100,7 @@ Steps = Annotated[
 Rows = Annotated[
     int | None,
     option(
-        "--rows", text=f"How many plans to show: {tables.SHOWN_PLANS} if not given, and {MAX_SHOWN_PLANS} with --json.",
+        "--rows", text="How many plans to show.", default=f"{tables.SHOWN_PLANS}; {MAX_SHOWN_PLANS} with --json",
         panel=Panel.OUTPUT, metavar="N", least=1,
     ),
 ]  # fmt: skip

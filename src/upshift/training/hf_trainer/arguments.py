@@ -415,7 +415,7 @@ def refuse_other_engines(trainer: Any) -> None:
         if is_enabled:
             raise RequestError(
                 f"accelerate runs {name} here, as its launcher or config file says, and Upshift's plan divides the model itself; "
-                "start the script with torchrun, or with accelerate launch --multi_gpu"
+                "start the script with torchrun"
             )
 
 

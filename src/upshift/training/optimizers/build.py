@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.trainer_pt_utils import get_parameter_names
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.internals.transformers_names import PARAMETER_NAMES
 from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
 from upshift.planning.optimizers import ALIASES, check_library, optimizers, read_optim_args
 from upshift.planning.plan import Plan
@@ -64,7 +64,7 @@ def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments, decayed
     ``decayed`` names the parameters with weight decay. None: all but those of layer norms, and those whose names tell a bias or
     a norm.
     """
-    names = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED) if decayed is None else decayed)
+    names = set(PARAMETER_NAMES.get()(model, [nn.LayerNorm], NOT_DECAYED) if decayed is None else decayed)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups: Groups = [
         {"params": [parameter for name, parameter in trained if name in names], "weight_decay": arguments.weight_decay},
