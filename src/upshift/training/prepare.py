@@ -82,6 +82,7 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
     return converted
 
 
+LOW_PRECISIONS = ("bf16", "fp16", "fp8")  # of a plan: products of 16 or 8 bits
 MIN_OFFLOADED_BYTES = 2**16  # copying a smaller tensor costs more than it saves
 # Of the copies that autocast makes of fp32 weights. While a tensor is saved, torch says that autocast is off.
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
@@ -391,7 +392,7 @@ def autocast(plan: Plan) -> AbstractContextManager[Any]:
 
 def uses_autocast(plan: Plan) -> bool:
     """Return whether autocast casts weights when they are used."""
-    return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
+    return plan.precision in LOW_PRECISIONS and not (plan.layout.gathers or plan.layout.master_weights)
 
 
 @contextmanager
@@ -401,7 +402,7 @@ def losses_in_fp32(plan: Plan) -> Iterator[None]:
     If autocast is off because weights have 16 bits, some models compute the loss from logits of 16 bits, with a precision of
     three digits. A chunked loss is computed in fp32 already.
     """
-    if plan.precision not in ("bf16", "fp16", "fp8") or uses_autocast(plan) or plan.loss_chunk_tokens:
+    if plan.precision not in LOW_PRECISIONS or uses_autocast(plan) or plan.loss_chunk_tokens:
         yield
         return
     original = functional.cross_entropy

@@ -92,19 +92,12 @@ def _leanest_values(
 
     Return None where no other values need less. ``smallest``: the smallest plan of the first round.
     """
-    names = list(first_values)
-    plan_of_values: dict[tuple[Any, ...], tuple[float, Plan]] = {}
-    for plan in _plans_around(smallest, coster, fixed):
-        estimate = coster.estimate_memory(plan)
-        if not isinstance(estimate, Rejected):
-            values = tuple(getattr(plan, name) for name in names)
-            plan_of_values[values] = min(
-                plan_of_values.get(values, (estimate.resident, plan)), (estimate.resident, plan), key=lambda entry: entry[0]
-            )
-    leanest = min(plan_of_values, key=lambda values: plan_of_values[values][0])
-    if leanest == tuple(getattr(smallest, name) for name in names):
+    sizes = [(coster.estimate_memory(plan), plan) for plan in _plans_around(smallest, coster, fixed)]
+    computed = [(size.resident, plan) for size, plan in sizes if not isinstance(size, Rejected)]
+    _, leanest = min(computed, key=lambda entry: entry[0])
+    if all(getattr(leanest, name) == getattr(smallest, name) for name in first_values):
         return None
-    return {name: [value] for name, value in zip(names, leanest, strict=True)}
+    return {name: [getattr(leanest, name)] for name in first_values}
 
 
 def _first_round_values(values: dict[str, list[Any]]) -> dict[str, list[Any]]:

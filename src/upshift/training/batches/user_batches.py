@@ -35,9 +35,8 @@ PADDING = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0, 
            "token_type_ids": 0, "position_ids": 0, "special_tokens_mask": 1}  # fmt: skip
 FLAT_KEYS = {"input_ids", "labels", "attention_mask"}  # entries that can be laid end to end
 Side = Literal["source", "target", "row"]
-Padding = Literal[
-    "left", "right", "none", "mixed"
-]  # none: every row is as wide as its batch; mixed: inside rows, or on both sides
+# none: every row is as wide as its batch. mixed: padding is inside rows, or on both sides.
+Padding = Literal["left", "right", "none", "mixed"]
 
 
 class RowStructure(Value):

@@ -20,9 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from upshift.planning.plan import Plan
-from upshift.training.prepare import autocast
+from upshift.training.prepare import LOW_PRECISIONS, autocast
 
-LOW_PRECISIONS = ("bf16", "fp16", "fp8")  # of a plan: products of 16 or 8 bits, weights of 32
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
