@@ -429,8 +429,11 @@ def test_torch_against_the_driver() -> None:
     assert "CUDA 13.0, the driver serves 12.8" in old.what and "nvidia-driver-580" in (old.fix or "")
     assert "without CUDA" in only(examine_cuda(gpus(), None, True, {}), "error").what
     assert only(examine_cuda(gpus(), (12, 8), True, {"CUDA_VISIBLE_DEVICES": ""})).fix == "unset CUDA_VISIBLE_DEVICES"
-    arch = only(examine_cuda(gpus(), (12, 8), True, {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}), "error")
-    assert arch.fix == 'export TORCH_CUDA_ARCH_LIST="8.9"'
+    for built in ("7.5;9.0+PTX", "9.0a", "8.6a", "12.0"):
+        arch = only(examine_cuda(gpus(), (12, 8), True, {"TORCH_CUDA_ARCH_LIST": built}), "error")
+        assert arch.fix == 'export TORCH_CUDA_ARCH_LIST="8.9"'
+    for built in ("8.0", "7.5+PTX", "8.9a", "Ada", "8.6f 9.0"):
+        assert none(examine_cuda(gpus(), (12, 8), True, {"TORCH_CUDA_ARCH_LIST": built}))
     assert none(examine_cuda(gpus(), (12, 1), True, {"TORCH_CUDA_ARCH_LIST": "8.0 8.9+PTX", "CUDA_VISIBLE_DEVICES": "1"}))
 
 

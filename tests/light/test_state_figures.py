@@ -12,7 +12,7 @@ from upshift.hardware import describe
 from upshift.hardware.spec import Link, Measured, Rates
 from upshift.models.profile import ModelProfile, ParameterShape
 from upshift.planning.cost import network, optimizer, partition, process_memory, uncertainty
-from upshift.planning.cost.memory import Peak, StepMemory, batch_bytes, phase_memory
+from upshift.planning.cost.memory import Peak, StepMemory, batch_bytes, phase_memory, scale_to_peak, with_libraries
 from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.partition import share_of, stage_of
 from upshift.planning.layout import Layout
@@ -230,13 +230,11 @@ def test_large_blocks_of_the_loss_leave_no_holes(precision: str, memory: str, lo
 
 
 def test_a_process_on_a_gpu_holds_context_buffers_and_segments() -> None:
-    """0.5 GiB of context, 32 MiB for cuBLAS on Hopper, 4 % of slack; and 16-bit logits that nothing else fits into."""
+    """0.5 GiB of context, 4 % of slack; and 16-bit logits that nothing else fits into."""
     plan = plan_of(precision="bf16")
     step = memory_of()
     found = process_memory.predict_resident(step, plan, describe("h100"), adapter=True)
-    assert found == pytest.approx((512 + 32 + 1.04 * 1500) * MIB)
-    a100 = process_memory.predict_resident(step, plan, describe("a100-40gb"), adapter=True)
-    assert a100 == pytest.approx((512 + 1.04 * 1500) * MIB + 8_519_680)
+    assert found == pytest.approx((512 + 1.04 * 1500) * MIB)
     at_loss = StepMemory({"backward": Peak(300.0, {"loss": 100.0, "weights": 200.0})}, half_logits=50.0)
     assert process_memory.predict_reserved(at_loss) == pytest.approx(1.04 * 300.0 + 50.0)
     elsewhere = StepMemory({"backward": Peak(300.0, {"loss": 0.0, "weights": 300.0})}, half_logits=50.0)
@@ -250,8 +248,20 @@ def test_cublas_takes_more_on_hopper_and_blackwell_servers() -> None:
     assert host.gpu is not None
     capabilities = ((8, 9), (9, 0), (10, 0), (11, 9), (12, 0), (12, 1), None)
     hosts = [host.changed(gpu=host.gpu.changed(compute_capability=capability)) for capability in capabilities]
-    plain = 8_519_680
-    assert [process_memory.cublas_workspace_bytes(each) for each in hosts] == [plain, *[32 * MIB] * 3, *[plain] * 3]
+    plain = 2 * 8_519_680  # the thread of the forward pass and that of the backward pass
+    plan = plan_of(device="cuda")
+    assert [process_memory.library_bytes(plan, each) for each in hosts] == [plain, *[64 * MIB] * 3, *[plain] * 3]
+    assert process_memory.library_bytes(plan_of(device="cpu"), host) == 0
+
+
+def test_cublas_is_in_every_phase_of_the_step_and_a_measured_peak_does_not_scale_it() -> None:
+    forward = Peak(300.0, {"weights": 100.0, "activations": 200.0})
+    step = StepMemory({"forward": forward, "backward": Peak(150.0, {"weights": 150.0})})
+    whole = with_libraries(step, 64.0)
+    assert {name: peak.total for name, peak in whole.phases.items()} == {"forward": 364.0, "backward": 214.0}
+    measured = scale_to_peak(whole, 464.0)
+    assert measured.phases["forward"].parts == {"weights": 100.0, "activations": 300.0, "libraries": 64.0}
+    assert with_libraries(step, 0.0) == step
 
 
 def test_a_batch_is_token_ids_labels_and_positions_or_a_mask() -> None:

@@ -40,9 +40,10 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated()
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # torch.profiler.profile does the same, and in torch 2.11 it warns at each start of cycles, of which there are none here.
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         yield peak
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     live = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()

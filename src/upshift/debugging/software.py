@@ -202,14 +202,35 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
             fix="unset CUDA_VISIBLE_DEVICES",
         )
     arch = variables.get("TORCH_CUDA_ARCH_LIST")
-    needed = sorted({dotted(gpu.compute_capability) for gpu in gpus.states if gpu.compute_capability})
-    if arch is not None and needed and not set(needed) <= {entry.removesuffix("+PTX") for entry in re.split(r"[;, ]+", arch)}:
+    capabilities = sorted({gpu.compute_capability for gpu in gpus.states if gpu.compute_capability})
+    needed = [dotted(capability) for capability in capabilities]
+    if arch is not None and not all(_is_built_for(arch, capability) for capability in capabilities):
         yield error(
             "TORCH_CUDA_ARCH_LIST",
             what=f"is {arch!r}: extensions built with it do not run on all GPUs here",
             evidence=f"compute capabilities {', '.join(needed)}",
             fix=f'export TORCH_CUDA_ARCH_LIST="{";".join(needed)}"',
         )
+
+
+def _is_built_for(arch_list: str, capability: tuple[int, int]) -> bool:
+    """Return whether an extension that was built with this TORCH_CUDA_ARCH_LIST runs on a GPU of this capability.
+
+    Machine code runs on the same major version from its minor version on; that of 9.0a runs on 9.0 alone. +PTX is compiled on any
+    later GPU. An entry that is a name, such as Hopper, counts as built.
+    Source: CUDA C++ Programming Guide, "Application Compatibility" and "Architecture-Specific Features".
+    """
+    for entry in filter(None, re.split(r"[;, ]+", arch_list)):
+        built = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+        if built is None:
+            return True
+        version = (int(built[1]), int(built[2]))
+        if version == capability:
+            return True
+        is_earlier = version < capability and built[3] != "a"
+        if is_earlier and (version[0] == capability[0] or built[4] is not None):
+            return True
+    return False
 
 
 def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ranks: int) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ SKY = "#56B4E9"
 GREY = "#8A929E"
 YELLOW = "#C9B800"
 VIOLET = "#7A5EA8"
+BROWN = "#8C5A3C"
 PART_COLOURS = {
     "process base": GREY,
     "weights": BLUE,
@@ -40,6 +41,7 @@ PART_COLOURS = {
     "workspace": PINK,
     "communication": YELLOW,
     "batch": VIOLET,
+    "libraries": BROWN,
 }
 CURVE_COLOURS = (GREY, BLUE, RED, GREEN, PINK, ORANGE, SKY)
 FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"

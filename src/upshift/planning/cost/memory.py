@@ -13,7 +13,7 @@ and optimizer state to host memory, or writes without copies if they have no roo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from upshift.models.profile import ModelProfile, StepTrace, highest_at
@@ -211,8 +211,8 @@ def _moment(item: PlacedSegment, *, is_last: bool, is_end: bool) -> str:
     return "head" if item.is_loss else "outside"
 
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace")
-LASTING_PARTS = ("weights", "gradients", "optimizer", "communication", "batch")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace", "libraries")
+LASTING_PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "libraries")
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -235,6 +235,17 @@ class StepMemory:
     @cached_property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda name: self.phases[name].total)
+
+
+def with_libraries(memory: StepMemory, library_bytes: float) -> StepMemory:
+    """Return ``memory`` with the bytes that libraries such as cuBLAS keep of torch's allocator from the first product on."""
+    if not library_bytes:
+        return memory
+    phases = {
+        name: Peak(total=peak.total + library_bytes, parts={**peak.parts, "libraries": library_bytes})
+        for name, peak in memory.phases.items()
+    }
+    return replace(memory, phases=phases)
 
 
 def scale_to_peak(memory: StepMemory, peak_bytes: float) -> StepMemory:
@@ -464,10 +475,12 @@ def phase_memory(
     resident = {**model, "optimizer": share.optimizer}
     phases = {"load": _peak_of({**model, "workspace": largest}), "first step": _first_step_peak(memory)}
     phases |= memory.phases
-    phases["evaluation"] = _peak_of(_evaluation_parts(profile, trace, plan, shape) | resident)
+    libraries = {part: size for part, size in memory.phases[memory.peak_phase].parts.items() if part == "libraries"}
+    in_use = {**resident, **libraries}
+    phases["evaluation"] = _peak_of(_evaluation_parts(profile, trace, plan, shape) | in_use)
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
         unchunked = plan.model_copy(update={"loss_chunk_tokens": 0})
-        phases[WITH_LOGITS] = _peak_of(_evaluation_parts(profile, trace, unchunked, shape) | resident)
+        phases[WITH_LOGITS] = _peak_of(_evaluation_parts(profile, trace, unchunked, shape) | in_use)
     if plan.device == "cpu":
         phases["save"] = _peak_of({**resident, "communication": share.weights + share.optimizer})
     phases["resume"] = _peak_of({**resident, "workspace": largest})

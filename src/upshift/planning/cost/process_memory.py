@@ -28,8 +28,12 @@ BF16_LOSS_SHARE = 1 / 3  # of the loss's part: the blocks of half that size, whe
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
 CUDA_CONTEXT_BYTES = 0.5 * GIB  # context and kernels (COSTS.md D3: 0.3 to 0.5 GB)
 NCCL_BYTES = 0.37 * GIB  # of one communicator (COSTS.md D2, D3: 342 to 392 MB, up to 0.5 GB)
-CUBLAS_BYTES = 8_519_680  # torch's default workspace of a stream (aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13)
+# torch's default workspace of a cuBLAS handle (aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13)
+CUBLAS_BYTES = 8_519_680
 CUBLAS_HOPPER_BYTES = 32 * MIB  # on compute capability 9 and 10
+# Each thread has a handle: one multiplies in the forward pass, autograd's in the backward pass. On an H100 (torch 2.11) a step
+# allocated 67,118,367 bytes more than its tensors take, and two workspaces are 67,108,864 (benchmarks/results/gpu_train.jsonl).
+CUBLAS_HANDLES = 2
 CUDA_SLACK = 1.04  # caching allocator's rounding and fragmentation, traced tier (COSTS.md D3: 6 to 8 % margin with context)
 # Standard deviation of held memory, measured over predicted, before a trial. CPU: of the rows of docs/accuracy.md. CUDA: what
 # traced estimates are given (COSTS.md D3, 6 to 8 %); no GPU has confirmed it.
@@ -43,7 +47,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
     ``adapter``: the process has imported peft.
     """
     if plan.device == "cuda":
-        return outside_allocator(plan) + cublas_workspace_bytes(host) + predict_reserved(memory)
+        return outside_allocator(plan) + predict_reserved(memory)
     highest = {name: max(peak.parts.get(name, 0.0) for peak in memory.phases.values()) for name in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
@@ -63,10 +67,13 @@ def outside_allocator(plan: Plan) -> float:
     return CUDA_CONTEXT_BYTES + NCCL_BYTES * _num_communicators(plan)
 
 
-def cublas_workspace_bytes(host: Host) -> int:
-    """Return the bytes that torch's allocator gives to cuBLAS at the first matrix product, and keeps."""
+def library_bytes(plan: Plan, host: Host) -> int:
+    """Return the bytes that torch's CUDA allocator gives to cuBLAS in the first step, which keeps them. 0 on the CPU."""
+    if plan.device != "cuda":
+        return 0
     capability = host.gpu.compute_capability if host.gpu is not None else None
-    return CUBLAS_HOPPER_BYTES if capability is not None and (9, 0) <= capability < (12, 0) else CUBLAS_BYTES
+    is_hopper = capability is not None and (9, 0) <= capability < (12, 0)
+    return CUBLAS_HANDLES * (CUBLAS_HOPPER_BYTES if is_hopper else CUBLAS_BYTES)
 
 
 def base_bytes(host: Host) -> float:

@@ -10,9 +10,23 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
 from upshift.planning.cost.communication import UnknownLink
 from upshift.planning.cost.memo import Memo
-from upshift.planning.cost.memory import Peak, StepMemory, has_earlier_gradients, micro_batch_memory, predict_memory, step_memory
+from upshift.planning.cost.memory import (
+    Peak,
+    StepMemory,
+    has_earlier_gradients,
+    micro_batch_memory,
+    predict_memory,
+    step_memory,
+    with_libraries,
+)
 from upshift.planning.cost.partition import deciding_shares
-from upshift.planning.cost.process_memory import memory_limit, out_of_memory_probability, predict_reserved, predict_resident
+from upshift.planning.cost.process_memory import (
+    library_bytes,
+    memory_limit,
+    out_of_memory_probability,
+    predict_reserved,
+    predict_resident,
+)
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.cost.uncertainty import Number, formula_basis, held_memory_spread
@@ -226,7 +240,8 @@ class Coster:
             return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{sharing}")
         if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
             return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
-        memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
+        tensors = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
+        memory = with_libraries(tensors, library_bytes(plan, self.host))
         resident = predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter)
         return MemoryEstimate(trace, memory, resident)
 
