@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
-from upshift.models.adapter import base_of
+from upshift.models.adapter import base_of, planned_part
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.live_model import source_of
@@ -44,6 +44,7 @@ from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
+from upshift.training.batches.stand_ins import WholeRows
 from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
@@ -326,6 +327,18 @@ STAND_INS_COVER = (
     "this speed and memory count only the training of the model, with the model's own loss; a reference model, other rows of a "
     "batch or other parts of the script's loss would cost more"
 )
+
+
+def what_stand_ins_cover(model: nn.Module, whole: WholeRows) -> str:
+    """Return the words that say what the numbers of a plan cover for batches that stay whole."""
+    part = planned_part(model)
+    if part is model:
+        return STAND_INS_COVER
+    name = type(base_of(part)).__name__
+    again = f", and {whole.num_untrained} texts of a batch that it computes without gradients," if whole.num_untrained else ""
+    return f"this speed and memory count only the training of {name} below a small head; the script's loss{again} would cost more"
+
+
 WHOLE_LOGITS = {"loss_chunk_tokens": "0"}  # of a run whose logits Upshift cannot leave out
 
 
