@@ -76,7 +76,7 @@ def record_calls(model: PreTrainedModel, compute: Callable[[], Tensor]) -> StepC
     with _watched(model, record):
         loss = compute()
         record.in_backward = True
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return record
 
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
@@ -35,7 +35,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Attention, Plan
-from upshift.planning.planner import Planning, plan_training
+from upshift.planning.planner import Planning, plan_training, with_default
 from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow, parse_value
@@ -54,6 +54,7 @@ from upshift.training.hf_trainer.loss_state import DataWatch
 from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
+BATCH_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
 MAX_DRAWING_SECONDS = 10.0
@@ -96,8 +97,7 @@ def draw_sample(loader: Any, *, accumulation: int, watch: DataWatch | None = Non
     start = time.perf_counter()
     try:
         with preserved_rng(), dispatch_mode(watch.run) if watch is not None else nullcontext():
-            examples = _draw_examples(dataset, num_examples)
-            while chunk := list(islice(examples, size)):
+            for chunk in _draw_chunks(dataset, sampler, size, num_examples):
                 batch = collate(chunk)
                 if not isinstance(batch, Mapping):
                     raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
@@ -119,6 +119,17 @@ def _why_no_workers(dataset: Any, device: str) -> str:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return "each worker would read a stream from its start and repeat its rows"
     return f"batches are made on {device}, which a forked worker cannot use" if device else ""
+
+
+def _draw_chunks(dataset: Any, sampler: Any, size: int, count: int) -> Iterator[list[Any]]:
+    """Return the examples of some batches, ``count`` examples in all.
+
+    Several data sets may have other columns, and only their sampler knows which examples share a batch.
+    """
+    if isinstance(dataset, ConcatDataset) and type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
+        return ([dataset[index] for index in indices] for indices in islice(sampler, math.ceil(count / size)))
+    examples = _draw_examples(dataset, count)
+    return iter(lambda: list(islice(examples, size)), [])
 
 
 def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
@@ -299,6 +310,8 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
+    if request.keeps_batches:  # then the plain Trainer computes the same rows at once
+        planning = with_default(planning, **{name: getattr(planning.best, name) for name in BATCH_FIELDS})
     trial_seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, fixed, path, trial_seconds, on_trial) if trial_seconds else None
@@ -383,8 +396,7 @@ def refuse_other_values(fixed: tuple[str, ...], required: Mapping[str, str], rea
 def plan_fields(plan: Plan) -> tuple[str, ...]:
     """Return the fields of a plan that whole_batch_fields and refuse_contradictions check, as ``field=value`` assignments."""
     carried_out = ("precision", "optim", "torch_compile", "activation_checkpointing", "recompute_granularity")
-    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing")
-    names = (*batches, *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
+    names = (*BATCH_FIELDS, "packing", *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
     return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 

@@ -34,6 +34,8 @@ from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
+    OPTIMIZER_METHOD,
+    builds_optimizer,
     changes_by_optimizer,
     fixed_fields,
     given_precision,
@@ -349,8 +351,7 @@ class PlanMixin(LibraryTrainer):
         The rows are None if the batches are not made of rows. The seconds are infinite if the loss cannot be computed apart
         from the training.
         """
-        rows = None
-        reason = None
+        rows = reason = None
         try:
             if self._upshift_part is not self.model:
                 raise InseparableRows(f"the loss of {type(self.model).__name__} may compare any rows of a batch")
@@ -501,8 +502,7 @@ class PlanMixin(LibraryTrainer):
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
         per_epoch = -(-len(loader) // self.args.gradient_accumulation_steps)
-        steps: int = math.ceil(per_epoch * self.args.num_train_epochs)
-        return max(steps, 1)
+        return max(int(math.ceil(per_epoch * self.args.num_train_epochs)), 1)
 
     def _upshift_fixed_fields(self) -> tuple[str, ...]:
         """Return the fixed fields of the plan. ``fixed`` takes precedence over TrainingArguments."""
@@ -539,12 +539,13 @@ class PlanMixin(LibraryTrainer):
         """Return why this model, or the Trainer, cannot run a plan, or None."""
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
-        averages = bool(self.args.average_tokens_across_devices)
+        own_optimizer = is_own(self, OPTIMIZER_METHOD, self._upshift_library_class)
         problem = why_unsupported(
             plan,
             optimizer_given=self._upshift_optimizer_is_given,
-            averages=averages,
+            averages=bool(self.args.average_tokens_across_devices),
             scales_losses=given_precision(self.args) == "fp16",
+            leaves_out_weights=own_optimizer and builds_optimizer(plan, self.args),
         )
         if problem is not None or self._upshift_is_divided:
             return problem

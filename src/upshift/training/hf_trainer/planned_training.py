@@ -25,13 +25,13 @@ from upshift.models.adapter import base_of
 from upshift.models.ops.activation_checkpointing import recompute_layers, restored_checkpointing
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
-from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.held_memory import limited_memory
 from upshift.training.hf_trainer.arguments import (
+    builds_optimizer,
     check_devices,
     check_fixed,
     check_limits,
@@ -301,7 +301,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
         is_missing = self.optimizer is None
-        if self.optimizer is None and plan is not None and self._upshift_builds_optimizer(plan):
+        if self.optimizer is None and plan is not None and builds_optimizer(plan, self.args):
             arguments = Arguments(max_steps=1, **{name: getattr(self.args, name) for name in SHARED_ARGUMENTS})
             decayed = self.get_decay_parameter_names(self.model)
             sharding = self._upshift_update_sharding()
@@ -314,12 +314,6 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         if plan is not None and plan.optimizer_in_backward and not self._upshift_backward_hooks:
             self._upshift_backward_hooks = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]
-
-    def _upshift_builds_optimizer(self, plan: Plan) -> bool:
-        """Return whether Upshift builds the plan's optimizer, because transformers has no such optimizer."""
-        library_optimizers: Any = type(self.args.optim)  # an enum
-        is_in_library = plan.optim in {*library_optimizers}
-        return not is_in_library or rounds_stochastically(plan) or plan.optim_offload
 
     def _upshift_prepare_model(self, plan: Plan) -> None:
         base = base_of(self._upshift_part)
