@@ -27,6 +27,7 @@ from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
 from upshift.models.adapter import base_of, planned_part
+from upshift.models.build import has_own_loss
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.live_model import source_of
@@ -347,9 +348,11 @@ def what_stand_ins_cover(model: nn.Module, whole: WholeRows) -> str:
     part = planned_part(model)
     if part is model:
         return STAND_INS_COVER
-    name = type(base_of(part)).__name__
-    again = f", and {whole.num_untrained} texts of a batch that it computes without gradients," if whole.num_untrained else ""
-    return f"this speed and memory count only the training of {name} below a small head; the script's loss{again} would cost more"
+    base = base_of(part)
+    name = type(base).__name__
+    loss = "with its own loss" if has_own_loss(base) else "below a small head"
+    again = f" and {whole.num_untrained} texts of a batch that it computes without gradients" if whole.num_untrained else ""
+    return f"this speed and memory count only the training of {name} {loss}; the script's loss{again} would cost more"
 
 
 WHOLE_LOGITS = {"loss_chunk_tokens": "0"}  # of a run whose logits Upshift cannot leave out

@@ -476,12 +476,15 @@ def loss_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None],
     return loss_of
 
 
-def calls_in_evaluation(model: nn.Module, part: PreTrainedModel, compute: Callable[[], Tensor]) -> StepCalls:
-    """Return the calls of ``part`` in the loss and its backward pass in evaluation mode. Raise InseparableRows if they fail."""
+def calls_in_training(model: nn.Module, part: PreTrainedModel, compute: Callable[[], Tensor]) -> StepCalls:
+    """Return the calls of ``part`` in the loss and its backward pass, in training mode. Raise InseparableRows if these fail.
+
+    In evaluation mode some modules compute in place, and have no backward pass.
+    """
     try:
-        with _evaluation_mode(model, training=()), torch.enable_grad(), preserved_rng():
+        with _evaluation_mode(model, training=[*model.modules()]), torch.enable_grad(), preserved_rng():
             return record_calls(part, compute)
-    except Exception as error:  # the script's loss may not work in evaluation mode
+    except Exception as error:  # the script's loss may fail in any way
         reason = RAN_OUT if is_out_of_memory(error) else " ".join(f"{type(error).__name__}: {error}".split())[:160]
     free_cached_memory()
     raise InseparableRows(f"the calls of {type(part).__name__} could not be counted: {reason}")

@@ -75,7 +75,7 @@ from upshift.training.hf_trainer.loss_split import (
     RAN_OUT,
     LossProbes,
     Split,
-    calls_in_evaluation,
+    calls_in_training,
     exact_matmuls,
     free_cached_memory,
     gradient_in_evaluation,
@@ -422,7 +422,7 @@ class PlanMixin(LibraryTrainer):
             return self._upshift_loss_of(dict(batch), None, total_steps=total_steps, times=[])
 
         with self._upshift_leaving_no_trace():
-            return calls_in_evaluation(self.model, base_of(self._upshift_part), compute)
+            return calls_in_training(self.model, base_of(self._upshift_part), compute)
 
     def _upshift_counts_items(self, sample: Sample) -> bool:
         """Return whether the loss takes num_items_in_batch."""
