@@ -187,9 +187,9 @@ def plan_training(
     return Planning(host, profile, workload, ranking, default, calibration, added)
 
 
-def with_default(planning: Planning, **fields: Any) -> Planning:
-    """Return the planning with other fields of the plain default, such as the rows that a script computes at once."""
-    plain = planning.default.plan.changed(**fields)
+def with_default(planning: Planning, *, rows: int, accumulation: int) -> Planning:
+    """Return the planning with a plain default that computes ``rows`` at once, ``accumulation`` times a step."""
+    plain = planning.default.plan.changed(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
     default = _cost_default(plain, planning.host, planning.profile, planning.workload, planning.calibration)
     return replace(planning, default=default)
 

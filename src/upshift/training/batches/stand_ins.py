@@ -49,7 +49,8 @@ def stand_ins_of_calls(steps: Sequence[StepCalls], model: nn.Module) -> list[Bat
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
-        raise InseparableRows(f"{type(model).__name__} is no transformers model, so rows for its loss are not known")
+        name = type(model).__name__
+        raise InseparableRows(f"{name} is no transformers model, nor does it hold a single one, so its rows are not known")
     return base
 
 

@@ -55,7 +55,6 @@ from upshift.training.hf_trainer.loss_state import DataWatch
 from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
-BATCH_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
 MAX_DRAWING_SECONDS = 10.0
@@ -312,7 +311,8 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
     if request.keeps_batches:  # then the plain Trainer computes the same rows at once
-        planning = with_default(planning, **{name: getattr(planning.best, name) for name in BATCH_FIELDS})
+        best = planning.best
+        planning = with_default(planning, rows=best.per_device_train_batch_size, accumulation=best.gradient_accumulation_steps)
     trial_seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, fixed, path, trial_seconds, on_trial) if trial_seconds else None
@@ -399,7 +399,8 @@ def refuse_other_values(fixed: tuple[str, ...], required: Mapping[str, str], rea
 def plan_fields(plan: Plan) -> tuple[str, ...]:
     """Return the fields of a plan that whole_batch_fields and refuse_contradictions check, as ``field=value`` assignments."""
     carried_out = ("precision", "optim", "torch_compile", "activation_checkpointing", "recompute_granularity")
-    names = (*BATCH_FIELDS, "packing", *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing")
+    names = (*batches, *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
     return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 
