@@ -119,6 +119,7 @@ def test_calls_say_what_is_trained_and_what_is_in_memory_at_once() -> None:
     record = record_calls(model, compute)
     assert (record.num_trained, record.num_untrained, record.num_at_once) == (2 + 1 + 3 + 4, 7, 2 + 1 + 4)
     assert "forward" not in vars(model)
+    assert all(call.has_padding_alone for call in record.calls)
     (rows,) = stand_ins_of_calls([record], model)
     assert rows["input_ids"].shape == (10, 6) and rows["labels"].shape == (10,)
 
@@ -136,6 +137,20 @@ def test_rows_are_those_of_the_entries_if_each_is_learned_once_and_of_the_calls_
     assert (rows_of(2, 2, 2).num_at_once, rows_of(2, 2, 1).num_parts) == (2, 3)
     with pytest.raises(InseparableRows, match="no rows of tokens that it learns from"):
         find_rows([batch], model, lambda batch: StepCalls())
+
+
+def test_the_model_keeps_its_attention_if_it_reads_more_than_padding() -> None:
+    model = bare_encoder()
+    mask = torch.ones(2, 3, dtype=torch.long)
+    for more, expected in (
+        ({"attention_mask": mask, "token_type_ids": mask, "return_dict": True}, True),
+        ({"attention_mask": mask[:, None, None, :].bool().expand(2, 1, 3, 3)}, False),
+        ({"position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])}, False),
+    ):
+        inputs = {"input_ids": tokens(2, 3), **more}
+        record = record_calls(model, lambda inputs=inputs: model(**inputs).last_hidden_state.sum())  # type: ignore[misc]
+        rows = find_rows([{"input_ids": tokens(2, 3)}], TextEncoder(model), lambda batch, record=record: record)  # type: ignore[misc]
+        assert rows.frees_attention is expected
 
 
 def no_calls(batch: Any) -> StepCalls:

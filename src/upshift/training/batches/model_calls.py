@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from upshift.training.batches.user_batches import InseparableRows
 
 TOKENS = "input_ids"
+PADDED = (TOKENS, "attention_mask", "token_type_ids")  # arguments of rows that are padded, and hold one text each
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ModelCall:
     inputs: dict[str, Tensor]  # the tokens, and their mask and positions
     is_trained: bool  # gradients are computed
     in_backward: bool  # it was made in the backward pass
+    has_padding_alone: bool = False  # what else the model read of the rows is padding, which each attention kernel knows
 
     @property
     def num_rows(self) -> int:
@@ -107,4 +109,7 @@ def _append(record: StepCalls, given: dict[str, Any]) -> None:
     tokens = given.get(TOKENS)
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point():
         inputs = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.shape == tokens.shape}
-        record.calls.append(ModelCall(inputs, torch.is_grad_enabled(), record.in_backward))
+        has_padding_alone = all(
+            name in PADDED and value.shape == tokens.shape for name, value in given.items() if isinstance(value, Tensor)
+        )
+        record.calls.append(ModelCall(inputs, torch.is_grad_enabled(), record.in_backward, has_padding_alone))

@@ -126,6 +126,7 @@ class WholeRows:
     num_at_once: int  # rows whose activations are in memory at the same time
     num_parts: int = 1  # parts of so many rows in one batch
     num_untrained: int = 0  # rows of one batch that are also computed without gradients
+    frees_attention: bool = False  # each attention kernel computes the same of these rows
 
     @property
     def num_rows(self) -> int:
@@ -152,7 +153,13 @@ def find_rows(batches: Sequence[Batch], model: nn.Module, record: Callable[[Batc
     if rows is None or first.num_trained != len(rows[0][TOKENS]):
         rows = stand_ins_of_calls([first, *map(record, batches[1:MAX_RECORDED])], part)
     num_at_once = first.num_at_once
-    return WholeRows(rows, num_at_once, math.ceil(first.num_trained / num_at_once), first.num_untrained)
+    return WholeRows(
+        rows,
+        num_at_once,
+        num_parts=math.ceil(first.num_trained / num_at_once),
+        num_untrained=first.num_untrained,
+        frees_attention=all(call.has_padding_alone for call in first.calls),
+    )
 
 
 def _check_share(model: nn.Module, part: nn.Module) -> None:

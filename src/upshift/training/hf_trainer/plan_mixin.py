@@ -227,6 +227,9 @@ class PlanMixin(LibraryTrainer):
         plan_can_run = options.plan is not None and not self._upshift_has_own_step
         if self._upshift_has_ranks and not plan_can_run:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded)
+        if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
+            why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
+            return Choice(plain, f"{split.reason}; {why_short}")
         try:
             whole = find_rows(sample.batches, self.model, partial(self._upshift_record_calls, total_steps=total_steps))
             stand_ins = replace(sample, batches=whole.batches)
@@ -245,16 +248,13 @@ class PlanMixin(LibraryTrainer):
             own_step=self._upshift_has_own_step,
             reason=split.reason,
         )
-        if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
-            why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
-            return Choice(plain, f"{split.reason}; {why_short}")
         stand_in_split = Split("labels", why_not_flat=split.reason)
         request = self._upshift_plan_request(stand_ins, rows, stand_in_split, total_steps)
         num_layers = self._upshift_num_layers
         request = replace(
             request,
             global_batch=whole.num_at_once * accumulation,
-            fixed=self._upshift_fix_attention(fixed),
+            fixed=fixed if whole.frees_attention else self._upshift_fix_attention(fixed),
             keeps_batches=True,
             why_not=lambda plan: why_not_for_whole_batches(plan, num_layers) or self._upshift_why_not(plan),
         )
