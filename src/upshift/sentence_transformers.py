@@ -1,5 +1,4 @@
-"""Train with the trainers of Sentence Transformers by a plan: ``from upshift.sentence_transformers import
-SentenceTransformerTrainer`` in place of ``from sentence_transformers import SentenceTransformerTrainer``.
+"""Train with the trainers of Sentence Transformers by a plan: import them from ``upshift.sentence_transformers``.
 
 Every trainer of Sentence Transformers has a class of the same name here. It is the library's own class with
 ``upshift.Trainer`` behind it, so the library tokenizes the texts, computes the loss and writes its files.
