@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,23 @@ def name_base(model: Any, source: ModelSource) -> None:
 def base_of(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a peft model. Return any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
+
+
+def planned_part(model: nn.Module) -> nn.Module:
+    """Return the part of a trained model that plans are made for: the model itself, or the one transformers model that it holds.
+
+    The part may have a peft adapter around it. Return a model that holds no transformers model, or several, unchanged."""
+    parts = list(_transformers_parts(model))
+    return parts[0] if len(parts) == 1 else model
+
+
+def _transformers_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost transformers models, or peft models around them, in a model."""
+    if isinstance(base_of(model), PreTrainedModel):
+        yield model
+        return
+    for child in dict.fromkeys(model.children()):
+        yield from _transformers_parts(child)
 
 
 def freeze_parameters(model: nn.Module, frozen: tuple[str, ...]) -> None:

@@ -87,13 +87,20 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
     )
 
 
-def choose_text_classifier(config: PretrainedConfig, reference: str) -> type[PreTrainedModel]:
-    """Return the class that puts a head for labels of texts on a model. Raise RequestError if transformers has none."""
+def has_own_loss(model: PreTrainedModel) -> bool:
+    """Return whether a live model has a head with a loss that Upshift trains."""
+    return _objective_of(type(model).__name__, model.config) is not None
+
+
+def choose_text_classifier(config: PretrainedConfig, reference: str, *, purpose: str) -> type[PreTrainedModel]:
+    """Return the class that puts a head for labels of texts on a model. Raise RequestError if transformers has none.
+
+    ``purpose`` says in the message what needs the head."""
     for model_class, objective in _trainable_classes(config):
         if objective == "sequence-classification":
             return model_class
     raise RequestError(
-        f"transformers has no classifier of texts for {reference!r} (model_type {config.model_type!r}), which --objective reward "
+        f"transformers has no classifier of texts for {reference!r} (model_type {config.model_type!r}), which {purpose} "
         "needs for its head; use another model"
     )
 

@@ -18,9 +18,17 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ADAPTER_LOADED
 from upshift.models.adapter import base_of, complete_model, frozen_paths
-from upshift.models.build import build_model, choose_class, explain_build_errors
+from upshift.models.build import (
+    build_model,
+    choose_class,
+    choose_text_classifier,
+    explain_build_errors,
+    find_stacks,
+    has_own_loss,
+    name_padding,
+)
 from upshift.models.quantized import check_quantization, four_bit_layers
-from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
+from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, ONE_LABEL, BaseDtype, ModelSource, QuantizedFrom
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -29,11 +37,15 @@ def source_of(model: nn.Module, *, allows_other_forward: bool = False) -> ModelS
     """Return the source from which this model can be built again, with random weights.
 
     ``model`` is a transformers model, or a peft model around one. Raise RequestError with the reason for any other.
-    ``allows_other_forward`` accepts a ``forward`` that a library or a script has replaced. The source then describes the layers
-    of the model, and not what its forward returns.
+    ``allows_other_forward`` accepts a ``forward`` that a library or a script has replaced, a model without a loss, and an adapter
+    of ``add_adapter``. The source then describes the layers of the model, and not what its forward returns: a model without a
+    loss gets a small head.
     """
     base = _transformers_model(model)
-    adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
+    has_added_adapter = bool(ADAPTER_LOADED.read(base, False))
+    if has_added_adapter and not allows_other_forward:
+        raise RequestError(f"{type(base).__name__} has adapters added with add_adapter; wrap it with peft.get_peft_model instead")
+    adapter, adapter_name = (None, "default") if model is base and not has_added_adapter else _adapter_of(model)
     _check_weights(model)
     dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
     base_dtype: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
@@ -46,6 +58,8 @@ def source_of(model: nn.Module, *, allows_other_forward: bool = False) -> ModelS
         base_dtype=base_dtype,
         quantized_from=_quantized_from(base),
     )
+    if has_added_adapter or allows_other_forward and not has_own_loss(base):
+        return _source_of_layers(source, base, dtype=dtype)
     rebuilt = _rebuild_on_meta(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
     if not allows_other_forward:
@@ -65,16 +79,15 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
         raise RequestError(f"{name} is defined outside transformers ({type(base).__module__}), so it cannot be built to plan")
     if getattr(base.config, "quantization_config", None) is not None:
         check_quantization(base.config.quantization_config, name, adapter=model is not base)
-    if ADAPTER_LOADED.read(base, False):
-        raise RequestError(f"{name} has adapters added with add_adapter; wrap it with peft.get_peft_model instead")
     return base
 
 
 def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
     """Return the peft config as plain JSON, and the adapter's name. Only peft's interface is needed, not peft itself."""
     configs: dict[str, Any] = model.peft_config  # type: ignore[assignment]
-    active = model.active_adapters
-    if len(configs) != 1 or list(configs) != list(active):  # type: ignore[arg-type]
+    active: Any = model.active_adapters
+    active = active() if callable(active) else active  # a method of transformers, and a property of peft
+    if len(configs) != 1 or list(configs) != list(active):
         raise RequestError(f"the model has adapters {sorted(configs)}, active {active}; plans are made for one that is active")
     ((name, config),) = configs.items()
     if config.is_prompt_learning or config.is_adaption_prompt:
@@ -135,6 +148,51 @@ def _check_weights(model: nn.Module) -> None:
     if not dtypes <= set(WEIGHT_DTYPES):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RequestError(f"the weights are {names}; load the model with dtype float32 or bfloat16")
+
+
+def _source_of_layers(source: ModelSource, base: PreTrainedModel, *, dtype: torch.dtype) -> ModelSource:
+    """Return the source of a model with the layers of ``base``. Without a loss of its own, it is a classifier of texts.
+
+    Raise RequestError if transformers has no class with these layers."""
+    model_class = type(base)
+    if not has_own_loss(base):
+        config = source.hf_config
+        model_class = choose_text_classifier(config, source.reference, purpose="a plan for a loss of your own")
+        name_padding(config)
+        head = {"architectures": [model_class.__name__], **ONE_LABEL}
+        source = source.changed(config=_plain_json(config.to_dict(), f"the config of {source.reference}") | head)
+    rebuilt = _rebuild_on_meta(source, model_class, dtype=dtype)
+    layers = cast("PreTrainedModel", base.base_model)
+    rebuilt_layers = cast("PreTrainedModel", base_of(rebuilt).base_model)
+    _check_layers(layers, rebuilt_layers)
+    is_trained = {name: parameter.requires_grad for name, parameter in layers.named_parameters()}
+    changed = [
+        parameter.requires_grad_(is_trained[name])
+        for name, parameter in rebuilt_layers.named_parameters()
+        if is_trained.get(name, parameter.requires_grad) != parameter.requires_grad
+    ]
+    return source.changed(frozen=frozen_paths(rebuilt)) if changed else source
+
+
+def _check_layers(layers: PreTrainedModel, rebuilt: PreTrainedModel) -> None:
+    """Raise RequestError if the stacks of layers differ, or a weight that both models have.
+
+    Outside its stacks, one of them may have a module that the other lacks, such as a pooler."""
+    stacks = tuple(f"{path}." for each in (layers, rebuilt) for path, _ in find_stacks(each))
+
+    def described(model: nn.Module) -> dict[str, Any]:
+        modules = {path: _type_name(module) for path, module in model.named_modules() if path.startswith(stacks)}
+        return modules | {name: (tuple(weight.shape), weight.dtype) for name, weight in model.named_parameters()}
+
+    actual = described(layers)
+    expected = described(rebuilt)
+    for name in {**expected, **actual}:
+        is_in_both = name in actual and name in expected
+        if actual.get(name) != expected.get(name) and (is_in_both or name.startswith(stacks)):
+            raise RequestError(
+                f"{name!r} of {type(layers).__name__} is {actual.get(name, 'missing')} where its config makes "
+                f"{expected.get(name, 'none')}"
+            )
 
 
 def _rebuild_on_meta(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:

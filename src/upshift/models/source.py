@@ -361,7 +361,7 @@ def _with_reward_head(source: ModelSource) -> ModelSource:
             f"{source.reference!r} is an adapter of a model without a reward head; merge it first with upshift merge, or give "
             f"the model that it was made for ({source.base_reference!r})"
         )
-    classifier = choose_text_classifier(config, source.reference)
+    classifier = choose_text_classifier(config, source.reference, purpose="--objective reward")
     return source.changed(
         config=source.config | {"architectures": [classifier.__name__], **ONE_LABEL},
         reward_head_on=architecture.model_class.__name__,

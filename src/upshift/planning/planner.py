@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -183,10 +183,22 @@ def plan_training(
         _raise_nothing_fits(ranking, host, profile, workload)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
+    default = _cost_default(plain, host, profile, workload, calibration)
+    return Planning(host, profile, workload, ranking, default, calibration, added)
+
+
+def with_default(planning: Planning, *, rows: int, accumulation: int) -> Planning:
+    """Return the planning with a plain default that computes ``rows`` at once, ``accumulation`` times a step."""
+    plain = planning.default.plan.changed(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    default = _cost_default(plain, planning.host, planning.profile, planning.workload, planning.calibration)
+    return replace(planning, default=default)
+
+
+def _cost_default(plain: Plan, host: Host, profile: ModelProfile, workload: Workload, calibration: Calibration) -> Candidate:
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
-    return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration, added)
+    return calibration.of(default, workload)
 
 
 def check_device(host: Host, source: ModelSource) -> None:

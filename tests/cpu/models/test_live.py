@@ -17,10 +17,11 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
 )
 
 from upshift.errors import RequestError
-from upshift.models.adapter import complete_model
+from upshift.models.adapter import base_of, complete_model
 from upshift.models.build import build_model, choose_class
 from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
@@ -166,6 +167,53 @@ def test_a_model_that_cannot_be_built_again_is_refused_with_the_reason(name):
     make, reason = REFUSED[name]
     with pytest.raises(RequestError, match=reason):
         source_of(make())
+
+
+def encoder_with_frozen_layers() -> nn.Module:
+    model = BertModel(BERT, add_pooling_layer=False)
+    model.encoder.layer[:2].requires_grad_(False)
+    return model
+
+
+def encoder_with_adapter() -> nn.Module:
+    model = BertModel(BERT)
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    return model
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: BertModel(BERT),
+    "frozen layers, no pooler": encoder_with_frozen_layers,
+    "added adapter": encoder_with_adapter,
+    "peft": lambda: get_peft_model(BertModel(BERT), LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["query"])),
+    "several rows an example": lambda: BertForMultipleChoice(BERT),
+    "decoder": lambda: LlamaModel(LLAMA),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_model_without_a_loss_gets_a_head_above_the_same_layers(name):
+    model = LAYERS[name]()
+    built = load_or_build(source_of(model, allows_other_forward=True), plan_of(), from_config=True, seed=0)
+
+    def layers(model: nn.Module) -> list[object]:
+        base = base_of(model).base_model
+        return [
+            (path, type(module), [(weight.shape, weight.requires_grad) for weight in module.parameters()])
+            for path, module in base.named_modules() if ".layer." in path or path.startswith("layers.")
+        ]  # fmt: skip
+
+    assert layers(built) == layers(model) != []
+    loss = built(input_ids=torch.tensor([[5, 7], [6, 8]]), labels=torch.zeros(2)).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_a_model_with_other_layers_than_its_config_makes_gets_no_head():
+    model = BertModel(BERT)
+    model.encoder.layer[1].output.dense = nn.Identity()
+    with pytest.raises(RequestError, match=r"encoder.layer.1.output.dense.* is .*Identity where its config makes"):
+        source_of(model, allows_other_forward=True)
 
 
 def lora_with_weights() -> nn.Module:

@@ -229,3 +229,20 @@ def test_an_exchange_with_other_ranks_is_refused() -> None:
         operator = type("Operator", (), {"namespace": namespace})()
         with pytest.raises(RuntimeError, match="exchanges data with other ranks"):
             refuse_exchanges(operator, (), {})
+
+
+def test_gradients_of_a_losss_own_weights_are_put_back() -> None:
+    """Else a loss that is only measured would move its weights in the first step."""
+    inside = nn.Linear(2, 1)
+    outside = nn.Linear(2, 1)
+    kept = Kept()
+    kept.inner = outside
+    outside.bias.grad = first = torch.ones(1)
+    snapshot = StateSnapshot(model=inside, loss=kept)
+    assert snapshot.changed() is None
+    inside(torch.ones(1, 2)).sum().backward()
+    outside.weight.grad = torch.ones(1, 2)
+    outside.bias.grad = None
+    assert "the gradient of" in (snapshot.changed() or "")
+    snapshot.restore()
+    assert inside.weight.grad is inside.bias.grad is outside.weight.grad is None and outside.bias.grad is first

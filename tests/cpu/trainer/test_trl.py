@@ -125,6 +125,33 @@ def test_losses_and_metrics_are_trls_own_under_a_plan(case: str, model: Path, tm
     assert theirs.model.is_gradient_checkpointing and ours.model.is_gradient_checkpointing  # the plan's choice has ended
 
 
+def test_a_batch_whose_rows_are_compared_stays_whole(model: Path, tmp_path: Path) -> None:
+    """KTO compares each row with the others' divergence: the mean loss of two halves is another, so none is ever computed."""
+    trainer = make_trainer(upshift.trl, "kto", model, tmp_path, learning_rate=1e-2, **PLANNED)
+    compute_loss = trainer.compute_loss
+    sizes: list[int] = []
+
+    def counted(model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        sizes.append(len(inputs["label"]))
+        return compute_loss(model, inputs, *arguments, **named)
+
+    trainer.compute_loss = counted
+    trainer.train()
+    assert set(sizes) == {4} and trainer.upshift_choice.planning is not None
+
+    def loss_of_rows(batch: dict[str, Any], rows: slice) -> float:
+        inputs = {name: value[rows] if isinstance(value, list | torch.Tensor) else value for name, value in batch.items()}
+        with torch.no_grad():
+            return float(compute_loss(trainer.model, inputs))
+
+    trainer.model.eval()
+    differences = []
+    for batch in trainer.get_train_dataloader():
+        halves = (loss_of_rows(batch, slice(2)) + loss_of_rows(batch, slice(2, 4))) / 2
+        differences.append(abs(loss_of_rows(batch, slice(4)) - halves))
+    assert max(differences) > 1e-3, differences
+
+
 def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**PLANNED, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
@@ -202,6 +229,6 @@ def test_names() -> None:
 
 
 def test_without_trl_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upshift.trl.find_spec", lambda name: None)
+    monkeypatch.setattr("upshift.tuning.library_trainers.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=re.escape("upshift.trl needs trl: run  pip install '.[trl]'")):
         _ = upshift.trl.RLOOTrainer

@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import logsigmoid
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.planning.plan import Plan
-from upshift.training.batches.stand_ins import make_stand_ins
+from upshift.training.batches.model_calls import ModelCall, StepCalls, record_calls
+from upshift.training.batches.stand_ins import WholeRows, find_rows, make_stand_ins, stand_ins_of_calls
 from upshift.training.batches.user_batches import InseparableRows
 from upshift.training.hf_trainer import plan_mixin
 from upshift.training.hf_trainer.choose_plan import whole_batch_fields
@@ -78,6 +79,112 @@ def test_batches_without_tokens_have_no_stand_ins(batch: Any) -> None:
 def test_a_model_that_is_not_of_transformers_has_no_stand_ins() -> None:
     with pytest.raises(InseparableRows, match="Embedding is no transformers model"):
         make_stand_ins([{"input_ids": tokens(2, 3)}], torch.nn.Embedding(99, 4))
+
+
+class TextEncoder(torch.nn.Module):
+    """An encoder of transformers inside a module of a script, which computes a loss of whole batches."""
+
+    def __init__(self, *encoders: Any, around: int = 4) -> None:
+        super().__init__()
+        self.encoders = torch.nn.ModuleList(encoders)
+        self.scale = torch.nn.Linear(around, 1)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        first, second = self.encoders[0](input_ids=input_ids).last_hidden_state[:, 0].chunk(2)
+        return {"loss": torch.nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))}
+
+
+def bare_encoder() -> Any:
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**SIZES))
+
+
+def test_calls_say_what_is_trained_and_what_is_in_memory_at_once() -> None:
+    model = bare_encoder()
+
+    def compute() -> torch.Tensor:
+        """Two calls whose activations stay, one without gradients, and two in the backward pass, as losses with a cache make."""
+        with torch.no_grad():
+            model(input_ids=tokens(7, 3))
+        stay = model(tokens(2, 3)).last_hidden_state.sum() + model.forward(input_ids=tokens(1, 5)).last_hidden_state.sum()
+
+        def call_again(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                for rows in (3, 4):
+                    model(input_ids=tokens(rows, 6)).last_hidden_state.sum().backward()
+
+        stay.register_hook(call_again)
+        return stay
+
+    record = record_calls(model, compute)
+    assert (record.num_trained, record.num_untrained, record.num_at_once) == (2 + 1 + 3 + 4, 7, 2 + 1 + 4)
+    assert "forward" not in vars(model)
+    assert all(call.has_padding_alone for call in record.calls)
+    (rows,) = stand_ins_of_calls([record], model)
+    assert rows["input_ids"].shape == (10, 6) and rows["labels"].shape == (10,)
+
+
+def test_rows_are_those_of_the_entries_if_each_is_learned_once_and_of_the_calls_otherwise() -> None:
+    model = TextEncoder(bare_encoder())
+    batch = {"first_input_ids": tokens(2, 3), "second_input_ids": tokens(2, 5)}
+
+    def rows_of(*calls: int) -> WholeRows:
+        steps = StepCalls([ModelCall({"input_ids": tokens(rows, 4)}, True, True) for rows in calls])
+        return find_rows([batch], model, lambda batch: steps)
+
+    assert rows_of(2, 2).batches[0]["input_ids"].shape == (4, 5)
+    assert rows_of(2, 2, 2).batches[0]["input_ids"].shape == (6, 4)
+    assert (rows_of(2, 2, 2).num_at_once, rows_of(2, 2, 1).num_parts) == (2, 3)
+    with pytest.raises(InseparableRows, match="no rows of tokens that it learns from"):
+        find_rows([batch], model, lambda batch: StepCalls())
+
+
+def test_the_model_keeps_its_attention_if_it_reads_more_than_padding() -> None:
+    model = bare_encoder()
+    mask = torch.ones(2, 3, dtype=torch.long)
+    for more, expected in (
+        ({"attention_mask": mask, "token_type_ids": mask, "return_dict": True}, True),
+        ({"attention_mask": mask[:, None, None, :].bool().expand(2, 1, 3, 3)}, False),
+        ({"position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])}, False),
+    ):
+        inputs = {"input_ids": tokens(2, 3), **more}
+        record = record_calls(model, lambda inputs=inputs: model(**inputs).last_hidden_state.sum())  # type: ignore[misc]
+        rows = find_rows([{"input_ids": tokens(2, 3)}], TextEncoder(model), lambda batch, record=record: record)  # type: ignore[misc]
+        assert rows.frees_attention is expected
+
+
+def no_calls(batch: Any) -> StepCalls:
+    raise AssertionError("nothing is computed for a model that gets no plan")
+
+
+@pytest.mark.parametrize(("encoders", "around", "problem"), [
+    (0, 4, "TextEncoder is no transformers model"), (2, 4, "TextEncoder is no transformers model"),
+    (1, 10**6, "BertModel has .* of the trained weights of TextEncoder"),
+])  # fmt: skip
+def test_a_module_around_no_or_several_models_or_with_most_weights_has_no_rows(encoders: int, around: int, problem: str) -> None:
+    model = TextEncoder(*(bare_encoder() for _ in range(encoders)), around=around)
+    with pytest.raises(InseparableRows, match=problem):
+        find_rows([{"input_ids": tokens(2, 3)}], model, no_calls)
+
+
+def test_a_module_around_a_model_gets_a_plan_for_whole_batches(tmp_path: Path) -> None:
+    losses = []
+    for library in (transformers, upshift):
+        trainer = library.Trainer(
+            model=TextEncoder(bare_encoder()),
+            args=TrainingArguments(
+                str(tmp_path / library.__name__), max_steps=6, logging_steps=1, report_to="none", save_strategy="no",
+                use_cpu=True, disable_tqdm=True, seed=7, per_device_train_batch_size=4,
+            ),
+            train_dataset=[{"input_ids": (tokens(16) + number).tolist(), "labels": 0} for number in range(16)],
+            data_collator=transformers.default_data_collator,
+            **(PLANNED if library is upshift else {}),
+        )  # fmt: skip
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    choice = trainer.upshift_choice
+    assert choice.planning is not None and choice.plan.per_device_train_batch_size == 4 and choice.plan.loss_chunk_tokens == 0
 
 
 def pairs(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:

@@ -13,12 +13,14 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from upshift.errors import RequestError
+from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.search.space import fixed_value, parse_value
 from upshift.settings import read_ranks
 
+OPTIMIZER_METHOD = "get_optimizer_cls_and_kwargs"
 Treatment = Literal["honoured", "planned", "refused"]
 PAGE_WORDS: dict[Treatment, str] = {"planned": "Upshift chooses", "refused": "not supported", "honoured": "works as before"}
 
@@ -483,13 +485,24 @@ def layout_fields(layout: Layout) -> tuple[str, ...]:
     return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
 
 
-def why_unsupported(plan: Plan, *, optimizer_given: bool, averages: bool, scales_losses: bool) -> str | None:
+def builds_optimizer(plan: Plan, arguments: Any) -> bool:
+    """Return whether Upshift builds the plan's optimizer, because transformers has no such optimizer."""
+    library_optimizers: Any = type(arguments.optim)  # an enum
+    return plan.optim not in {*library_optimizers} or rounds_stochastically(plan) or plan.optim_offload
+
+
+def why_unsupported(
+    plan: Plan, *, optimizer_given: bool, averages: bool, scales_losses: bool, leaves_out_weights: bool = False
+) -> str | None:
     """Return why the Trainer cannot run the plan, or None.
 
-    ``averages`` means that labels are counted over all ranks, ``scales_losses`` that accelerate scales the loss of fp16.
+    ``averages`` means that labels are counted over all ranks, ``scales_losses`` that accelerate scales the loss of fp16, and
+    ``leaves_out_weights`` that the script gives its optimizer weights which Upshift's own would not have, such as a loss's.
     """
     if plan.precision == "fp16" and not scales_losses:
         return NO_SCALER
+    if leaves_out_weights:
+        return f"optim={plan.optim} has the model's weights alone, and the script's {OPTIMIZER_METHOD} may add those of its loss"
     layout = plan.layout
     if layout.pipeline_parallel > 1:
         return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"

@@ -20,13 +20,14 @@ from typing import Any, get_args
 
 import numpy as np
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
-from upshift.models.adapter import base_of
+from upshift.models.adapter import base_of, planned_part
+from upshift.models.build import has_own_loss
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.live_model import source_of
@@ -35,7 +36,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Attention, Plan
-from upshift.planning.planner import Planning, plan_training
+from upshift.planning.planner import Planning, plan_training, with_default
 from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow, parse_value
@@ -44,6 +45,7 @@ from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
+from upshift.training.batches.stand_ins import WholeRows
 from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
@@ -95,8 +97,7 @@ def draw_sample(loader: Any, *, accumulation: int, watch: DataWatch | None = Non
     start = time.perf_counter()
     try:
         with preserved_rng(), dispatch_mode(watch.run) if watch is not None else nullcontext():
-            examples = _draw_examples(dataset, num_examples)
-            while chunk := list(islice(examples, size)):
+            for chunk in _draw_chunks(dataset, sampler, size, num_examples):
                 batch = collate(chunk)
                 if not isinstance(batch, Mapping):
                     raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
@@ -118,6 +119,17 @@ def _why_no_workers(dataset: Any, device: str) -> str:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return "each worker would read a stream from its start and repeat its rows"
     return f"batches are made on {device}, which a forked worker cannot use" if device else ""
+
+
+def _draw_chunks(dataset: Any, sampler: Any, size: int, count: int) -> Iterator[list[Any]]:
+    """Return the examples of some batches, ``count`` examples in all.
+
+    Several data sets may have other columns, and only their sampler knows which examples share a batch.
+    """
+    if isinstance(dataset, ConcatDataset) and type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
+        return ([dataset[index] for index in indices] for indices in islice(sampler, math.ceil(count / size)))
+    examples = _draw_examples(dataset, count)
+    return iter(lambda: list(islice(examples, size)), [])
 
 
 def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
@@ -298,6 +310,9 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
+    if request.keeps_batches:  # then the plain Trainer computes the same rows at once
+        best = planning.best
+        planning = with_default(planning, rows=best.per_device_train_batch_size, accumulation=best.gradient_accumulation_steps)
     trial_seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, fixed, path, trial_seconds, on_trial) if trial_seconds else None
@@ -326,6 +341,20 @@ STAND_INS_COVER = (
     "this speed and memory count only the training of the model, with the model's own loss; a reference model, other rows of a "
     "batch or other parts of the script's loss would cost more"
 )
+
+
+def what_stand_ins_cover(model: nn.Module, whole: WholeRows) -> str:
+    """Return the words that say what the numbers of a plan cover for batches that stay whole."""
+    part = planned_part(model)
+    if part is model:
+        return STAND_INS_COVER
+    base = base_of(part)
+    name = type(base).__name__
+    loss = "with its own loss" if has_own_loss(base) else "below a small head"
+    again = f" and {whole.num_untrained} texts of a batch that it computes without gradients" if whole.num_untrained else ""
+    return f"this speed and memory count only the training of {name} {loss}; the script's loss{again} would cost more"
+
+
 WHOLE_LOGITS = {"loss_chunk_tokens": "0"}  # of a run whose logits Upshift cannot leave out
 
 

@@ -26,7 +26,8 @@ from upshift.errors import RequestError
 from upshift.models.describe import max_positions
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import RowBatch, RowStructure
+from upshift.training.batches.model_calls import StepCalls, record_calls
+from upshift.training.batches.user_batches import InseparableRows, RowBatch, RowStructure
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -473,6 +474,20 @@ def loss_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None],
             return float(compute(dict(inputs), items))
 
     return loss_of
+
+
+def calls_in_training(model: nn.Module, part: PreTrainedModel, compute: Callable[[], Tensor]) -> StepCalls:
+    """Return the calls of ``part`` in the loss and its backward pass, in training mode. Raise InseparableRows if these fail.
+
+    In evaluation mode some modules compute in place, and have no backward pass.
+    """
+    try:
+        with _evaluation_mode(model, training=[*model.modules()]), torch.enable_grad(), preserved_rng():
+            return record_calls(part, compute)
+    except Exception as error:  # the script's loss may fail in any way
+        reason = RAN_OUT if is_out_of_memory(error) else " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    free_cached_memory()
+    raise InseparableRows(f"the calls of {type(part).__name__} could not be counted: {reason}")
 
 
 def loss_in_training(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:

@@ -237,6 +237,8 @@ class StateSnapshot:
         for submodule_name, submodule in module.named_modules():
             for key, buffer in submodule.named_buffers(recurse=False):
                 self._record_tensor(f"{name}.{submodule_name}.{key}".replace("..", "."), buffer)
+            for key, parameter in submodule.named_parameters(recurse=False):
+                self._record_gradient(f"the gradient of {submodule_name}.{key}", parameter)
             if not is_library_class(type(submodule)):
                 attributes = {key: item for key, item in vars(submodule).items() if not key.startswith("_")}
                 self._record_mapping(submodule_name or name, vars(submodule))
@@ -272,6 +274,10 @@ class StateSnapshot:
         if tensor.numel() <= MAX_TENSOR_ELEMENTS and not tensor.is_meta:
             recorded = tensor.detach().clone()
             self._record(name, lambda: not _is_equal(tensor.detach(), recorded), lambda: _copy_back(tensor, recorded))
+
+    def _record_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        recorded = parameter.grad
+        self._record(name, lambda: parameter.grad is not recorded, lambda: setattr(parameter, "grad", recorded))
 
     def _record_mapping(self, name: str, mapping: dict[Any, Any]) -> None:
         recorded = dict(mapping)

@@ -15,24 +15,27 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
-from upshift.models.adapter import base_of
+from upshift.models.adapter import base_of, planned_part
 from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Attention, Plan
 from upshift.planning.planner import find_host
-from upshift.training.batches.stand_ins import make_stand_ins
-from upshift.training.batches.user_batches import InseparableRows, RowBatch
+from upshift.training.batches.model_calls import StepCalls
+from upshift.training.batches.stand_ins import find_rows
+from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
+    OPTIMIZER_METHOD,
+    builds_optimizer,
     changes_by_optimizer,
     fixed_fields,
     given_precision,
@@ -44,7 +47,6 @@ from upshift.training.hf_trainer.arguments import (
 )
 from upshift.training.hf_trainer.choose_plan import (
     SHORT_RUN_SECONDS,
-    STAND_INS_COVER,
     WHOLE_LOGITS,
     Choice,
     NoSample,
@@ -61,6 +63,7 @@ from upshift.training.hf_trainer.choose_plan import (
     refuse_other_values,
     restrict_to_isolation,
     short_run_reason,
+    what_stand_ins_cover,
     whole_batch_fields,
     why_not_for_whole_batches,
     why_not_of_model,
@@ -72,6 +75,7 @@ from upshift.training.hf_trainer.loss_split import (
     RAN_OUT,
     LossProbes,
     Split,
+    calls_in_training,
     exact_matmuls,
     free_cached_memory,
     gradient_in_evaluation,
@@ -223,33 +227,34 @@ class PlanMixin(LibraryTrainer):
         plan_can_run = options.plan is not None and not self._upshift_has_own_step
         if self._upshift_has_ranks and not plan_can_run:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded)
+        if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
+            why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
+            return Choice(plain, f"{split.reason}; {why_short}")
         try:
-            stand_ins = replace(sample, batches=make_stand_ins(sample.batches, self.model))
+            whole = find_rows(sample.batches, self.model, partial(self._upshift_record_calls, total_steps=total_steps))
+            stand_ins = replace(sample, batches=whole.batches)
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
         except InseparableRows as error:
             if options.plan is not None:
                 return self._upshift_given_for_whole_batches(options.plan, self._train_batch_size, split.reason)
             return self._upshift_keep_settings(plain, f"{split.reason}; {error}", options.is_demanded)
-        num_rows = rows.schemas[0].num_rows
         if options.plan is not None:
-            return self._upshift_given_for_whole_batches(options.plan, num_rows, split.reason)
+            return self._upshift_given_for_whole_batches(options.plan, whole.num_at_once, split.reason, whole.num_parts)
+        accumulation = self.args.gradient_accumulation_steps * whole.num_parts
         fixed = whole_batch_fields(
             self._upshift_fixed_fields(),
-            num_rows=num_rows,
-            accumulation=self.args.gradient_accumulation_steps,
+            num_rows=whole.num_at_once,
+            accumulation=accumulation,
             own_step=self._upshift_has_own_step,
             reason=split.reason,
         )
-        if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
-            why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
-            return Choice(plain, f"{split.reason}; {why_short}")
         stand_in_split = Split("labels", why_not_flat=split.reason)
         request = self._upshift_plan_request(stand_ins, rows, stand_in_split, total_steps)
         num_layers = self._upshift_num_layers
         request = replace(
             request,
-            global_batch=num_rows * request.accumulation,
-            fixed=self._upshift_fix_attention(fixed),
+            global_batch=whole.num_at_once * accumulation,
+            fixed=fixed if whole.frees_attention else self._upshift_fix_attention(fixed),
             keeps_batches=True,
             why_not=lambda plan: why_not_for_whole_batches(plan, num_layers) or self._upshift_why_not(plan),
         )
@@ -259,9 +264,10 @@ class PlanMixin(LibraryTrainer):
             if options.is_demanded:
                 raise
             return Choice(plain, f"{split.reason}; {no_plan_reason(error)}")
-        return replace(choice, reason=f"the batches stay whole: {split.reason}", covers=STAND_INS_COVER)
+        covers = what_stand_ins_cover(self.model, whole)
+        return replace(choice, reason=f"the batches stay whole: {split.reason}", covers=covers)
 
-    def _upshift_given_for_whole_batches(self, plan: Plan, num_rows: int, reason: str) -> Choice:
+    def _upshift_given_for_whole_batches(self, plan: Plan, num_rows: int, reason: str, num_parts: int = 1) -> Choice:
         """Return the choice of the user's plan for batches of ``num_rows`` rows that stay whole.
 
         Raise RequestError if the plan needs other batches, or if the script's loss would undo a part of it.
@@ -269,11 +275,11 @@ class PlanMixin(LibraryTrainer):
         whole_batch_fields(
             plan_fields(plan),
             num_rows=num_rows,
-            accumulation=self.args.gradient_accumulation_steps * plan.layout.ranks_per_replica,
+            accumulation=self.args.gradient_accumulation_steps * num_parts * plan.layout.ranks_per_replica,
             own_step=self._upshift_has_own_step,
             reason=reason,
         )
-        problem = why_not_of_model(plan, base_of(self.model)) or why_not_for_whole_batches(plan, self._upshift_num_layers)
+        problem = why_not_of_model(plan, base_of(self._upshift_part)) or why_not_for_whole_batches(plan, self._upshift_num_layers)
         if problem is not None:
             raise RequestError(f"the given plan is not possible: {problem}")
         return Choice(plan, f"this plan was given, and the batches stay whole: {reason}", is_given=True)
@@ -291,7 +297,7 @@ class PlanMixin(LibraryTrainer):
     @property
     def _upshift_model_attention(self) -> str | None:
         """Return the model's present attention, or None if it is none that plans know."""
-        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
+        attention = getattr(getattr(base_of(self._upshift_part), "config", None), ATTENTION.attribute, None)
         return attention if attention in get_args(Attention) else None
 
     def _upshift_keep_attention(self) -> None:
@@ -308,7 +314,7 @@ class PlanMixin(LibraryTrainer):
         accumulation = self.args.gradient_accumulation_steps
         allow = (*self._upshift_planned.allow, *changes_by_optimizer(self.args))
         return PlanRequest(
-            model=self.model,
+            model=self._upshift_part,
             sample=sample,
             split=split,
             rows=rows,
@@ -345,9 +351,10 @@ class PlanMixin(LibraryTrainer):
         The rows are None if the batches are not made of rows. The seconds are infinite if the loss cannot be computed apart
         from the training.
         """
-        rows = None
-        reason = None
+        rows = reason = None
         try:
+            if self._upshift_part is not self.model:
+                raise InseparableRows(f"the loss of {type(self.model).__name__} may compare any rows of a batch")
             rows = self._upshift_sample_rows(sample, len(sample.batches))
         except InseparableRows as error:
             reason = str(error)
@@ -407,6 +414,15 @@ class PlanMixin(LibraryTrainer):
             torch.cuda.synchronize()  # else the time is that of starting the kernels
         times.append(time.perf_counter() - start)
         return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
+
+    def _upshift_record_calls(self, batch: Batch, *, total_steps: int) -> StepCalls:
+        """Return the calls of the transformers model in the loss of a batch, and in its backward pass."""
+
+        def compute() -> Tensor:
+            return self._upshift_loss_of(dict(batch), None, total_steps=total_steps, times=[])
+
+        with self._upshift_leaving_no_trace():
+            return calls_in_training(self.model, base_of(self._upshift_part), compute)
 
     def _upshift_counts_items(self, sample: Sample) -> bool:
         """Return whether the loss takes num_items_in_batch."""
@@ -486,8 +502,7 @@ class PlanMixin(LibraryTrainer):
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
         per_epoch = -(-len(loader) // self.args.gradient_accumulation_steps)
-        steps: int = math.ceil(per_epoch * self.args.num_train_epochs)
-        return max(steps, 1)
+        return max(int(math.ceil(per_epoch * self.args.num_train_epochs)), 1)
 
     def _upshift_fixed_fields(self) -> tuple[str, ...]:
         """Return the fixed fields of the plan. ``fixed`` takes precedence over TrainingArguments."""
@@ -524,20 +539,26 @@ class PlanMixin(LibraryTrainer):
         """Return why this model, or the Trainer, cannot run a plan, or None."""
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
-        averages = bool(self.args.average_tokens_across_devices)
+        own_optimizer = is_own(self, OPTIMIZER_METHOD, self._upshift_library_class)
         problem = why_unsupported(
             plan,
             optimizer_given=self._upshift_optimizer_is_given,
-            averages=averages,
+            averages=bool(self.args.average_tokens_across_devices),
             scales_losses=given_precision(self.args) == "fp16",
+            leaves_out_weights=own_optimizer and builds_optimizer(plan, self.args),
         )
         if problem is not None or self._upshift_is_divided:
             return problem
         return why_cannot_run(plan, self.model)
 
     @property
+    def _upshift_part(self) -> nn.Module:
+        """Return the part of the model that plans are made for: one of transformers, or a peft model around it."""
+        return planned_part(self.model)
+
+    @property
     def _upshift_num_layers(self) -> int:
-        return sum(len(stack) for _, stack in find_stacks(self.model))
+        return sum(len(stack) for _, stack in find_stacks(self._upshift_part))
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
@@ -574,4 +595,5 @@ class PlanMixin(LibraryTrainer):
     @property
     def _upshift_uses_script_loss(self) -> bool:
         """Return whether the script's own code computes the loss. Such code may look at the logits."""
-        return is_own(self, "compute_loss", self._upshift_library_class) or self.compute_loss_func is not None
+        has_own = is_own(self, "compute_loss", self._upshift_library_class) or self.compute_loss_func is not None
+        return has_own or self._upshift_part is not self.model

@@ -25,13 +25,13 @@ from upshift.models.adapter import base_of
 from upshift.models.ops.activation_checkpointing import recompute_layers, restored_checkpointing
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
-from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.held_memory import limited_memory
 from upshift.training.hf_trainer.arguments import (
+    builds_optimizer,
     check_devices,
     check_fixed,
     check_limits,
@@ -163,7 +163,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         plan = self.upshift_choice.plan
         applied = self._upshift_plan_applied(plan)
         in_precision = self._upshift_in_precision(plan)
-        with restored_checkpointing(self.model), applied, in_precision, limit, watched, self._upshift_watch_steps():
+        with restored_checkpointing(self._upshift_part), applied, in_precision, limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
                 output = super()._inner_training_loop(*arguments, **named)
@@ -273,7 +273,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         num_threads = torch.get_num_threads()
         matmul_precision = torch.get_float32_matmul_precision()
         optim = self.args.optim
-        attention = ATTENTION.of(base_of(self.model).config)
+        attention = ATTENTION.of(base_of(self._upshift_part).config)
         uncompiled = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         configure_process(plan)
         self._upshift_prepare_model(plan)
@@ -295,13 +295,13 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 for module in uncompiled:
                     COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
-                set_attention(base_of(self.model), attention)
+                set_attention(base_of(self._upshift_part), attention)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
         is_missing = self.optimizer is None
-        if self.optimizer is None and plan is not None and self._upshift_builds_optimizer(plan):
+        if self.optimizer is None and plan is not None and builds_optimizer(plan, self.args):
             arguments = Arguments(max_steps=1, **{name: getattr(self.args, name) for name in SHARED_ARGUMENTS})
             decayed = self.get_decay_parameter_names(self.model)
             sharding = self._upshift_update_sharding()
@@ -315,26 +315,20 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             self._upshift_backward_hooks = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _upshift_builds_optimizer(self, plan: Plan) -> bool:
-        """Return whether Upshift builds the plan's optimizer, because transformers has no such optimizer."""
-        library_optimizers: Any = type(self.args.optim)  # an enum
-        is_in_library = plan.optim in {*library_optimizers}
-        return not is_in_library or rounds_stochastically(plan) or plan.optim_offload
-
     def _upshift_prepare_model(self, plan: Plan) -> None:
-        base = base_of(self.model)
+        base = base_of(self._upshift_part)
         if plan.precision == "bf16-weights":
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
-            convert_to_fp8(self.model, emulate=plan.device != "cuda")
+            convert_to_fp8(self._upshift_part, emulate=plan.device != "cuda")
         self._upshift_divide_model(plan)
         attention = ATTENTION.of(base.config)
         # An attention that plans do not know was chosen by the user, and stays.
         if attention in get_args(Attention) and plan.attention != attention:
             set_attention(base, plan.attention)
         if not chose_recomputation(self.args):
-            recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
-        compile_layers(self.model, plan)
+            recompute_layers(self._upshift_part, plan.activation_checkpointing, plan.recompute_granularity)
+        compile_layers(self._upshift_part, plan)
         self._upshift_shard_model()
 
     def _upshift_make_step(self, choice: Choice, split: Split) -> BatchStep | None:

@@ -140,6 +140,7 @@ def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, b
             plan.attention,
             plan.optim,
             plan.optimizer_in_backward,
+            plan.optim_offload,
             precision,
         )
         if by_recomputation:
