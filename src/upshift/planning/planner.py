@@ -260,9 +260,21 @@ def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, wor
     limit = limit_of(nearest, host, workload) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
-        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use "
-        f"--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (updates in the backward pass), or {roomier}"
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use {_leaner_options(nearest.plan, workload)}{roomier}"
     )
+
+
+def _leaner_options(plan: Plan, workload: Workload) -> str:
+    """Return the options that make a plan smaller and that it could run with, each with a comma; empty where there are none.
+
+    Ranks that divide the model save no quantized state in parts, and update nothing in the backward pass.
+    """
+    names = ["bf16-weights"] if plan.num_processes > 1 else ["bf16-weights", "8bit-optimizer"]
+    names = [name for name in names if name not in workload.allow]
+    options = f"--allow {','.join((*workload.allow, *names))}, " if names else ""
+    if plan.num_processes == 1 and workload.clips_gradients:
+        options += "--max-grad-norm 0 (updates in the backward pass), "
+    return f"{options}or " if options else ""
 
 
 def plan(
