@@ -11,12 +11,14 @@ allocator's figure (allocated), with reserved memory, or with what the device he
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ FULL = ("fp32", "tf32")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
+CERTAIN = 0.9  # share of the pairs whose error the planner counts with
 RANKED = {"": "order", "sequence_length": "order at one length"}  # rows among which plans are ranked by speed
 # The rows to which constants of planning/cost were fitted, by their source and model.
 FITTED = {
@@ -326,11 +329,37 @@ def summary(scored: list[Scored]) -> str:
         sentences.append(
             f"Among the {len(fresh)} runs that were not used for fitting, half are within {median}; the mean is {mean}."
         )
+    if pairs := pair_errors(scored):
+        largest = percent(math.expm1(pairs[int(CERTAIN * len(pairs))]))
+        sentences.append(
+            f"Two predictions for one model on one host: their ratio is within {largest} of the measured one in {CERTAIN:.0%} of "
+            f"{len(pairs):,} pairs."
+        )
     kinds = by_name([row for row in scored if row.memory is not None], lambda row: row.row["memory_kind"])
     medians = [f"{errors([row.memory for row in group if row.memory is not None])[1]} ({kind})" for kind, group in kinds.items()]
     if medians:
         sentences.append(f"Memory: half of the predictions are within {', '.join(medians)}.")
     return "\n".join(sentences)
+
+
+def pair_errors(scored: list[Scored]) -> list[float]:
+    """Return the errors of the ratios of two predicted speeds, as logarithms, ascending.
+
+    The rows of a pair are of one source, model, host and sequence length, and both or none of them are in fp8. The planner takes
+    plans within the largest tenth of these errors for equally fast (PAIR_ERROR of planning/search/simplicity.py).
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in scored:
+        if row.speed is not None:
+            groups[pair_key(row)].append(row.speed)
+    return sorted(abs(math.log(one / other)) for speeds in groups.values() for one, other in combinations(speeds, 2))
+
+
+def pair_key(row: Scored) -> str:
+    """Return what two rows must have in common to be a pair."""
+    config = {name: value for name, value in config_of(row.row).items() if name not in POSITIONS}
+    names = ("source", "host", "sequence_length")
+    return json.dumps([config, row.row["precision"] == "fp8", *(row.row[name] for name in names)], sort_keys=True)
 
 
 def tau(scored: list[Scored], field: str) -> str:

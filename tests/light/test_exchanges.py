@@ -120,6 +120,23 @@ def test_ranks_of_a_tensor_parallel_group_each_send_their_part_of_the_tokens_to_
     assert listed(volumes.tensor()) == [("all_reduce", STATES, 2 * LAYERS), ("all_gather", STATES, 2 * LAYERS)]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_shared_experts_sum_their_results_beside_exchanged_experts(sequence: bool) -> None:
+    """One sum forward and two backward in each layer, as DeepSeek-V3's layers do in a world of fake ranks."""
+    mlp = "model.layers.*.mlp"
+    routed = {f"{mlp}.experts": "moe_tp_experts", f"{mlp}.experts.down_proj": "rowwise", f"{mlp}.down_proj": "rowwise"}
+    both = routed | {f"{mlp}.shared_experts.gate_proj": "colwise", f"{mlp}.shared_experts.down_proj": "rowwise"}
+    plan = plan_of(4, Layout(tensor_parallel=2, expert_parallel=2, sequence_parallel=sequence))
+
+    def exchanges(styles: dict[str, str]) -> list[tuple[str, float, float]]:
+        profile = MIXTURE.changed(declares=MIXTURE.declares.changed(tensor_parallel_plan=styles))
+        return listed(volumes_of(plan, profile).tensor())
+
+    alone = exchanges(routed)
+    assert [entry for entry in exchanges(both) if entry not in alone] == [("all_reduce", STATES, 3 * LAYERS)]
+    assert len(exchanges(both)) == len(alone) + 1
+
+
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 3), (3, 3)])
 def test_stages_send_states_on_and_gradients_back(rank: int, neighbours: int) -> None:
     layout = Layout(pipeline_parallel=4, pipeline_schedule="interleaved_1f1b", virtual_stages=2)

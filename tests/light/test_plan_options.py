@@ -27,6 +27,7 @@ REFUSED = [
     *((question, option) for question in INSTEAD for option in ("--html p.html", "--rows 3", *OF_PROMPTS)),
     *(("--check c.json", option) for option in (*OF_THE_LOCK, *OF_SEQUENCES, *OF_THE_LAYOUT)),
     ("--largest batch", "--global-batch 4"),
+    ("--largest sequence", "--sequence-length 64"),
     ("--compare 1xh100", "--nproc 2"),
     *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5", "--max-latency-ms 5")),
 ]
@@ -37,7 +38,7 @@ def test_what_is_not_used_is_refused(question: str, option: str) -> None:
     with pytest.raises(RequestError) as problem:
         app(["plan", MODEL, *question.split(), *option.split()], standalone_mode=False)
     asked = question.split()[0] if question else "a training plan"
-    asked = question if question == "--largest batch" else asked
+    asked = question if question in ("--largest batch", "--largest sequence") else asked
     assert str(problem.value).startswith(f"{asked} does not use {option.split()[0]}; leave it out")
 
 

@@ -13,6 +13,7 @@ from page_elements import Elements
 
 from upshift.cli import tables
 from upshift.errors import RequestError
+from upshift.planning.analysis.explain import describe_value
 from upshift.planning.cost.pipeline_schedule import simulate
 from upshift.planning.planner import Planning
 from upshift.reports.document import write_page
@@ -105,7 +106,7 @@ def test_no_reason_is_given_for_what_trials_have_put_aside(planning: Planning) -
     other = next(one.plan for one in planning.ranking.candidates if one.plan.optim != planning.best.optim)
     kept = {reason.choice: reason.value for reason in planning.reasons_for(other)}
     assert "optim" not in kept and kept
-    assert all(str(getattr(other, name)) == value for name, value in kept.items())
+    assert all(describe_value(other, name) == value for name, value in kept.items())
 
 
 def test_the_picture_holds_the_front_the_best_and_what_is_too_big(planning: Planning, figures: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from upshift.planning.trials.select import Tried
 from upshift.record import Basis, Numbers, compared_numbers
 from upshift.units import GIB, format_count, format_seconds
 
-SAME = 0.005  # relative difference of time or memory that no prediction can tell apart
+SAME = 0.01  # relative difference of time or memory that no prediction can tell apart
 SHOWN_PLANS = 5  # in a table for which the user gives no number
 SMALL_GIB = 0.005  # a smaller part of the memory is not printed
 COLUMN_SPACE = 2  # beside the text of a column

@@ -17,13 +17,14 @@ from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
-from upshift.planning.analysis.explain import Reason, reasons, sample_rejections, shadow_price
+from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
 from upshift.planning.search.search import search
+from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     automatic_weight_places,
@@ -71,7 +72,12 @@ class Planning:
 
         Trials may have chosen ``plan`` instead of the best predicted one.
         """
-        return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
+        return tuple(reason for reason in self.reasons if describe_value(plan, reason.choice) == reason.value)
+
+    @property
+    def preference(self) -> str | None:
+        """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
+        return why_simplest(self.ranking.candidates)
 
     @property
     def shadow_price(self) -> str | None:
@@ -106,6 +112,7 @@ class Planning:
                 {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
                 for rejection in sample_rejections(self.ranking.rejected)
             ],
+            "preference": self.preference,
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": self.ranking.num_rejected,
             "shadow_price": self.shadow_price,
@@ -225,12 +232,13 @@ def calibrate_and_filter(
     *,
     num_plans: int = MAX_SHOWN_PLANS,
 ) -> Ranking:
-    """Rank the plans again by their calibrated numbers.
+    """Rank the plans again by their calibrated numbers, with the simplest first of those that cannot be told from the fastest.
 
     The first ``num_plans`` of them fit in every phase of the job.
     """
     calibrated = calibration.rerank(ranking, host, workload)
-    return JobMemory(host, profile, workload).drop_unfitting(calibrated, num_plans=num_plans)
+    job_memory = JobMemory(host, profile, workload)
+    return simplest_first(job_memory.drop_unfitting(calibrated, num_plans=num_plans), fits=job_memory.fits)
 
 
 def _search(
@@ -264,9 +272,21 @@ def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, wor
     limit = limit_of(nearest, host, workload) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
-        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use "
-        f"--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (updates in the backward pass), or {roomier}"
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use {_leaner_options(nearest.plan, workload)}{roomier}"
     )
+
+
+def _leaner_options(plan: Plan, workload: Workload) -> str:
+    """Return the options that make a plan smaller and that it could run with, each with a comma; empty where there are none.
+
+    Ranks that divide the model save no quantized state in parts, and update nothing in the backward pass.
+    """
+    names = ["bf16-weights"] if plan.num_processes > 1 else ["bf16-weights", "8bit-optimizer"]
+    names = [name for name in names if name not in workload.allow]
+    options = f"--allow {','.join((*workload.allow, *names))}, " if names else ""
+    if plan.num_processes == 1 and workload.clips_gradients:
+        options += "--max-grad-norm 0 (updates in the backward pass), "
+    return f"{options}or " if options else ""
 
 
 def plan(

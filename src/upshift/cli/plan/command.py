@@ -244,6 +244,8 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     tables.out.print(tables.plans_table(planning, rows=rows))
+    if planning.preference is not None:
+        tables.out.print(f"{planning.preference}\n", highlight=False)
     tables.out.print(tables.time_line(best), highlight=False)
     tables.out.print(tables.memory_table(planning, best))
     tables.out.print(tables.reasons_table(planning))

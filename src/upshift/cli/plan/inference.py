@@ -100,6 +100,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
     tables.out.print(tables.subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
     tables.out.print(_plans_table(planning, rows=rows))
+    if planning.preference is not None:
+        tables.out.print(f"{planning.preference}\n", highlight=False)
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
     tables.out.print(_memory_table(numbers))

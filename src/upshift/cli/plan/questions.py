@@ -64,7 +64,10 @@ OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
 OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
 LIMITS = ("max_latency_ms", *OF_ANSWERS)
 OF_A_RANKING = ("html", "rows")
-OF_THE_BATCH = ("global_batch",)  # --largest batch finds the batch of the devices itself
+FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
+    "batch": ("global_batch",),
+    "sequence": ("sequence_length",),
+}
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
@@ -85,13 +88,14 @@ def refuse_unused(context: typer.Context, question: Question, *, largest: str | 
 
     ``largest``: the value of --largest."""
     options = command_line_options(context)
-    names = (*UNUSED[question], *(OF_THE_BATCH if largest == "batch" else ()))
+    found = FOUND.get(largest, ())
+    names = (*UNUSED[question], *found)
     unused = [options[name] for name in names if name in options]
     if not unused:
         return
     subject: str = "a training plan" if question == "--train" else question
-    if largest == "batch":
-        subject = "--largest batch"
+    if found:
+        subject = f"--largest {largest}"
     alternative = ", or ask with --generate or --encode" if question == "--train" else ""
     pronoun = "them" if len(unused) > 1 else "it"
     raise RequestError(f"{subject} does not use {', '.join(unused)}; leave {pronoun} out{alternative}")

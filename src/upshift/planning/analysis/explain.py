@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from upshift.hardware.spec import Host
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit
+from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig, limit_of
 from upshift.planning.workload import Workload
@@ -16,6 +17,7 @@ from upshift.units import format_bytes
 from upshift.value import Value
 
 REASON_BY_CHOICE = {
+    "layout": "memory of each rank against exchanges between ranks",
     "precision": "rate of matrix products and bytes moved",
     "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
     "activation_checkpointing": "layers computed twice to hold fewer activations",
@@ -83,16 +85,25 @@ def reasons_among(
         value = getattr(best, name)
         alternative = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
         if alternative is not None:
-            runner_up = str(getattr(alternative.plan, name))
+            runner_up = describe_value(alternative.plan, name)
             cost_text = cost(alternative)
         else:
             excluded = next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
             if excluded is None:
                 continue
-            runner_up = str(getattr(excluded.plan, name))
+            runner_up = describe_value(excluded.plan, name)
             cost_text = blocked_cost
-        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=cost_text))
+        text = describe_value(best, name)
+        rows.append(Reason(choice=name, value=text, why=why, runner_up=runner_up, runner_up_cost=cost_text))
     return tuple(rows)
+
+
+def describe_value(plan: Any, name: str) -> str:
+    """Return a short text for the value of a plan's field."""
+    value = getattr(plan, name)
+    if isinstance(value, Layout):
+        return value.label() or "data parallel"
+    return str(value)
 
 
 def _describe_cost(best: Candidate, alternative: Candidate) -> str:

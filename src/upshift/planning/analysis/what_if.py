@@ -21,6 +21,7 @@ from upshift.planning.planner import Planning, calibrate_and_filter
 from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
+from upshift.planning.search.simplicity import complexity, is_as_good
 from upshift.planning.search.space import ONLY_WHEN_ASKED, parse_fixed, parse_value, settable_fields, split_assignment
 from upshift.planning.search.variants import is_traced, variants_for
 from upshift.planning.workload import Workload
@@ -200,10 +201,7 @@ def _compare_with_best(
     if other_changes:
         sentences.append(f"with {', '.join(other_changes[:MAX_NAMED])}")
     if outcome == "faster" and not allow:
-        unasked = name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS)
-        sentences.append(
-            "no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {choice}"
-        )
+        sentences.append(_why_not_taken(best, candidate, choice, name))
     return Counterfactual(
         asked=choice,
         outcome=outcome,
@@ -215,6 +213,15 @@ def _compare_with_best(
         more_ms=terms,
         why=changes + ("; ".join(sentences) or "the two steps are the same to the accuracy of the prediction"),
     )
+
+
+def _why_not_taken(best: Candidate, candidate: Candidate, choice: str, name: str) -> str:
+    """Return why a plan is not the best one that is predicted to be faster than the best one."""
+    if name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS):
+        return "no run has confirmed it: only taken when asked for"
+    if is_as_good(best, candidate) and complexity(candidate.plan) > complexity(best.plan):
+        return "the prediction cannot tell the two apart, and the best plan is simpler"
+    return f"the search missed it: --set {choice}"
 
 
 def _step_differences(best: Candidate, candidate: Candidate, total_steps: int) -> dict[str, float]:

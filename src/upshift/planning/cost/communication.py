@@ -14,7 +14,7 @@ What computation hides:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Literal, NamedTuple
@@ -40,6 +40,10 @@ from upshift.planning.plan import Plan
 GroupName = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
 GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head with which each rank gets all logits
+ROUTED_EXPERTS = "moe_tp_experts"  # style of experts that a router chooses
+# Sums of shared experts in a layer, whatever becomes of the others: of the result, and of the gradient of the input once for each
+# of the two matrices that read it. Counted in DeepSeek-V3's layers, with and without expert and sequence parallelism.
+SUMS_OF_SHARED_EXPERTS = 3.0
 STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
 
 
@@ -149,6 +153,8 @@ class Volumes:
         yield Transfer("tensor", sums, hidden, 2.0 * (pairs - gathered) + (pairs - self.layers) * self.recomputed_share)
         if gathered:
             yield Transfer("tensor", "all_gather", hidden, 2.0 * gathered)
+        if shared := self.layers_of_shared_experts_beside:
+            yield Transfer("tensor", "all_reduce", hidden, (SUMS_OF_SHARED_EXPERTS + self.recomputed_share) * shared)
         if layout.sequence_parallel:
             yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
             yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
@@ -198,6 +204,14 @@ class Volumes:
     def layers_of_shared_experts(self) -> int:
         """Return the number of the stage's layers whose experts are shared by expert parallelism."""
         if self.plan.layout.expert_parallel == 1:
+            return 0
+        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
+        return sum(has_experts[self.stage.first : self.stage.last])
+
+    @property
+    def layers_of_shared_experts_beside(self) -> int:
+        """Return the number of the stage's layers with experts that every token goes to, beside those that a router chooses."""
+        if self.profile.experts is None or not has_shared_experts(self.profile.declares.tensor_parallel_plan):
             return 0
         has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
         return sum(has_experts[self.stage.first : self.stage.last])
@@ -286,6 +300,16 @@ class Volumes:
         experts = self.expert_elements / max(self.layers, 1)
         transfers = _weight_transfers("shard", operation, self.layer_elements, experts, size)
         return tuple(transfer._replace(times=self.layers) for transfer in transfers)
+
+
+def has_shared_experts(styles: Mapping[str, str]) -> bool:
+    """Return whether a tensor-parallel plan divides other matrices beside a router's experts, in the same part of a layer."""
+    for experts in (name for name, style in styles.items() if style == ROUTED_EXPERTS):
+        part = f"{experts.rpartition('.')[0]}."
+        beside = (name.removeprefix(part) for name, style in styles.items() if style == "rowwise" and name.startswith(part))
+        if any("." in name and not f"{part}{name}".startswith(f"{experts}.") for name in beside):
+            return True
+    return False
 
 
 def exchanged_key_heads(queries: int, keys: int, ranks: int) -> int:

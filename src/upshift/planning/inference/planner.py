@@ -35,6 +35,7 @@ from upshift.planning.inference.space import (
     read_fixed,
 )
 from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, predict_service
+from upshift.planning.search.simplicity import move_simplest, why_simplest
 from upshift.record import Tier
 from upshift.units import format_bytes, gib
 from upshift.value import Value
@@ -113,6 +114,7 @@ def rank_plans(host: Host, profile: ModelProfile, workload: InferenceWorkload, *
             if workload.task == "encode":
                 break  # a batch is one step, whatever the chunks
     ranking.candidates.sort(key=_sort_key)
+    ranking.candidates = _simplest_first(ranking.candidates)
     ranking.too_big.sort(key=lambda candidate: (candidate.resident, *_sort_key(candidate)))
     ranking.too_slow.sort(key=lambda candidate: (_latency_excess(candidate, workload), *_sort_key(candidate)))
     return ranking
@@ -195,6 +197,27 @@ def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
     """
     service = candidate.service
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
+
+
+def _simplest_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates with the simplest first among those that cannot be told from the fastest."""
+    if not candidates:
+        return candidates
+    fastest = candidates[0].plan
+
+    def can_replace(candidate: Candidate) -> bool:
+        plan = candidate.plan
+        return (plan.weights, plan.kv_cache, plan.execution) == (fastest.weights, fastest.kv_cache, fastest.execution)
+
+    return move_simplest(candidates, _complexity, can_replace)
+
+
+def _complexity(plan: InferencePlan) -> int:
+    """Return 0 for replicas alone, 1 for tensor parallelism, 2 for a pipeline and 3 for both.
+
+    It is the order of vLLM's guide: tensor parallelism inside a node, and a pipeline where the model needs more nodes.
+    """
+    return (plan.tensor_parallel > 1) + 2 * (plan.pipeline_parallel > 1)
 
 
 # Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products
@@ -304,6 +327,11 @@ class InferencePlanning:
     def reasons(self) -> tuple[Reason, ...]:
         return reasons(self.ranking)
 
+    @property
+    def preference(self) -> str | None:
+        """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
+        return why_simplest(self.ranking.candidates)
+
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
         return numbers_of(candidate, self.host)
 
@@ -327,6 +355,7 @@ class InferencePlanning:
                 {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
                 for rejection in sample_rejections(self.ranking.rejected)
             ],
+            "preference": self.preference,
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": len(self.ranking.rejected),
         }

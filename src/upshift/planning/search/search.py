@@ -20,6 +20,7 @@ from upshift.planning.search.constraints import divides_evenly, sharing_facts
 from upshift.planning.search.enumerate import PlanSpace, Sharing, enumerate_plans
 from upshift.planning.search.layouts import shares_work
 from upshift.planning.search.ranking import Coster, Ranking, Rejected, rank_plans
+from upshift.planning.search.simplicity import simplest_first
 from upshift.planning.search.space import choices
 from upshift.planning.workload import Workload
 
@@ -114,9 +115,12 @@ def _first_round_values(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _best_layouts(ranking: Ranking) -> list[Plan]:
-    """Return the best plan of the first round for each way to share the job, to batch it and to recompute, best first."""
+    """Return the best plan of the first round for each way to share the job, to batch it and to recompute, best first.
+
+    The simplest plan that cannot be told from the fastest is among them.
+    """
     plans: dict[tuple[Any, ...], Plan] = {}
-    for candidate in ranking.candidates or ranking.too_big:
+    for candidate in simplest_first(ranking).candidates or ranking.too_big:
         plan = candidate.plan
         key = (plan.num_processes, plan.layout, *(getattr(plan, name) for name in SEARCHED_TOGETHER))
         plans.setdefault(key, plan)

@@ -1,0 +1,243 @@
+"""Forty-six questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
+
+The models are made from their sizes (made_sizes.py, made_generators.py) and the hosts are described, so nothing is traced. A
+question names who publishes its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from made_generators import LLAMA_8B, MIXTURE, attention_shapes, cached, made_generator
+from made_sizes import Size, decoder
+
+from upshift.hardware import describe
+from upshift.models.profile import ModelProfile
+from upshift.planning.inference.plan import InferencePlan, InferenceWorkload
+from upshift.planning.inference.planner import rank_plans
+from upshift.planning.plan import Plan
+from upshift.planning.planner import calibrate_and_filter
+from upshift.planning.search.search import search
+from upshift.planning.search.space import parse_fixed
+from upshift.planning.trials.calibration import NO_RECORDS
+from upshift.planning.workload import Workload
+
+NANOGPT = "https://github.com/karpathy/nanoGPT"
+TORCHTITAN = "https://github.com/pytorch/torchtitan/tree/main/benchmarks"
+TORCHTITAN_PAPER = "https://arxiv.org/abs/2410.06511"
+PLAYBOOK = "https://huggingface.co/spaces/nanotron/ultrascale-playbook"
+ZERO_PAPER = "https://arxiv.org/abs/1910.02054"
+QLORA = "https://arxiv.org/abs/2305.14314"
+UNSLOTH = "https://docs.unsloth.ai/get-started/beginner-start-here/unsloth-requirements"
+TORCHTUNE = "https://github.com/pytorch/torchtune"
+MEGATRON = "https://arxiv.org/abs/2104.04473"
+VLLM = "https://docs.vllm.ai/en/v0.8.4/serving/distributed_serving.html"
+VLLM_405B = "https://blog.vllm.ai/2024/07/23/llama31.html"
+LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/tools/quantize/README.md"
+
+SIZES = {
+    "34M": Size(512, 1408, 6, 8, 8, 16000),
+    "124M": Size(768, 2048, 12, 12, 12, 32000),
+    "1B": Size(2048, 8192, 16, 32, 8),
+    "7B": Size(4096, 11008, 32, 32, 32, 32000),
+    "8B": Size(4096, 14336, 32, 32, 8),
+    "13B": Size(5120, 13824, 40, 40, 40, 32000),
+    "70B": Size(8192, 28672, 80, 64, 8),
+    "405B": Size(16384, 53248, 126, 128, 8),
+    "8x7B": Size(4096, 14336, 32, 32, 8, 32000, experts=8, per_token=2),
+}
+LLAMA_70B = made_generator(
+    {**attention_shapes(8192, 1024, 80), (28672, 8192): 160, (8192, 28672): 80}, layers=80, vocabulary=128256, hidden=8192,
+    heads=(64, 8), cache=(cached(80, 2048, 8),),
+)  # fmt: skip
+LLAMA_405B = made_generator(
+    {**attention_shapes(16384, 1024, 126), (53248, 16384): 252, (16384, 53248): 126}, layers=126, vocabulary=128256,
+    hidden=16384, heads=(128, 8), cache=(cached(126, 2048, 8),),
+)  # fmt: skip
+SERVED = {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B, "8x7B": MIXTURE}
+
+
+def is_plain(plan: Plan) -> bool:
+    """Return whether ranks only sum gradients."""
+    layout = plan.layout
+    return layout.fully_shard == "no" and layout.ranks_per_replica == 1 and layout.expert_parallel == 1
+
+
+def is_alone(plan: Plan) -> bool:
+    """Return whether the plan is of one process without weights outside its memory."""
+    return plan.num_processes == 1 and plan.weight_offload == "none"
+
+
+def is_bare(plan: Plan) -> bool:
+    """Return whether a plan on one device recomputes nothing."""
+    return is_alone(plan) and plan.activation_checkpointing == 0
+
+
+def shares_states(plan: Plan) -> int:
+    """Return among how many ranks the optimizer's state of a weight is divided."""
+    layout = plan.layout
+    return layout.shard_size * layout.tensor_parallel * layout.pipeline_parallel
+
+
+def is_sharded_alone(plan: Plan) -> bool:
+    """Return whether data-parallel ranks divide states, and nothing else is divided."""
+    return plan.layout.fully_shard != "no" and plan.layout.ranks_per_replica == 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about training. ``answer``: what holds of the plan; None: nothing fits."""
+
+    name: str
+    source: str
+    model: str
+    host: str
+    answer: Callable[[Plan], bool] | None
+    batch: int = 64
+    length: int = 2048
+    adapter: str = ""
+    allow: tuple[str, ...] = ()
+
+
+TRAINING = (
+    Question("34M on a node is data parallel", PLAYBOOK, "34M", "8xh100", is_plain, length=1024),
+    Question("34M with large batches, too", PLAYBOOK, "34M", "8xh100", is_plain, batch=512, length=1024),
+    Question("124M on 8 A100 is DDP", NANOGPT, "124M", "8xa100-40gb", is_plain, batch=480, length=1024),
+    Question("124M trains on one card without recomputation", NANOGPT, "124M", "rtx-4090", is_bare, length=1024),
+    Question("34M trains on a laptop", NANOGPT, "34M", "rtx-4060-laptop", is_bare, batch=8, length=512),
+    Question("1B on a node needs no model parallelism", PLAYBOOK, "1B", "8xh100", is_plain, length=4096),
+    Question("1B on one H100 needs nothing", PLAYBOOK, "1B", "h100", is_bare, batch=32, length=4096),
+    Question("7B with 16 bytes a parameter is too large for one H100", ZERO_PAPER, "7B", "h100", None, batch=8),
+    Question("8B in full on a 24 GB card does not fit with AdamW", ZERO_PAPER, "8B", "rtx-4090", None, batch=8),
+    Question(
+        "7B in bf16 with 8-bit states fits one A100", TORCHTUNE, "7B", "a100-80gb", is_alone,
+        batch=8, allow=("bf16-weights", "8bit-optimizer"),
+    ),
+    Question("7B on 8 A100 shards states, and has no tensor parallelism", TORCHTITAN, "7B", "8xa100-80gb", is_sharded_alone),
+    Question("8B on 8 H100 is FSDP", TORCHTITAN, "8B", "8xh100", is_sharded_alone, length=8192),
+    Question("13B on 8 A100 shards states alone", PLAYBOOK, "13B", "8xa100-80gb", is_sharded_alone),
+    Question("8B on 128 H100 is FSDP", TORCHTITAN, "8B", "16x8xh100@ib-ndr", is_sharded_alone, batch=256, length=8192),
+    Question("70B with fp32 states is too large for 8 H100", ZERO_PAPER, "70B", "8xh100", None, length=4096),
+    Question(
+        "70B all in bf16 on 8 H100 divides everything by 8", TORCHTUNE, "70B", "8xh100",
+        lambda plan: shares_states(plan) == 8 and plan.activation_checkpointing == 80, length=4096, allow=("bf16-weights",),
+    ),
+    Question(
+        "70B on 64 H100 is FSDP with recomputation", TORCHTITAN_PAPER, "70B", "8x8xh100@ib-ndr",
+        lambda plan: is_sharded_alone(plan) and plan.activation_checkpointing > 0, batch=256, length=8192,
+    ),
+    Question(
+        "70B on 1,024 H100 keeps tensor parallelism inside a node", MEGATRON, "70B", "128x8xh100@ib-ndr",
+        lambda plan: 1 < plan.layout.tensor_parallel <= 8 and shares_states(plan) > 64, batch=1024, length=8192,
+    ),
+    Question(
+        "405B on 1,024 H100 adds tensor parallelism to shards or stages", TORCHTITAN_PAPER, "405B", "128x8xh100@ib-ndr",
+        lambda plan: 1 < plan.layout.tensor_parallel <= 8 and shares_states(plan) >= 128 and plan.layout.shard_size <= 512,
+        batch=1024, length=8192,
+    ),
+    Question("405B does not train on 64 H100", ZERO_PAPER, "405B", "8x8xh100@ib-ndr", None, batch=64, length=8192),
+    Question(
+        "128k tokens want context parallelism and recomputation", TORCHTITAN, "8B", "8xh100",
+        lambda plan: plan.layout.context_parallel > 1 and plan.activation_checkpointing > 0, batch=8, length=131072,
+    ),
+    Question("2k tokens want no context parallelism", TORCHTITAN, "8B", "8xh100", lambda plan: plan.layout.context_parallel == 1),
+    Question("QLoRA of 8B fits a 24 GB card", UNSLOTH, "8B", "rtx-4090", is_alone, 8, adapter="qlora"),
+    Question(
+        "QLoRA of 1B fits a laptop", UNSLOTH, "1B", "rtx-4060-laptop", is_alone, batch=8, length=1024, adapter="qlora"
+    ),
+    Question("LoRA of 8B on one H100 recomputes nothing", UNSLOTH, "8B", "h100", is_bare, batch=16, adapter="lora"),
+    Question("QLoRA of 70B fits one 80 GB GPU", QLORA, "70B", "h100", is_alone, batch=8, adapter="qlora"),
+    Question("QLoRA of 70B does not fit a 24 GB card", UNSLOTH, "70B", "rtx-4090", None, batch=8, adapter="qlora"),
+    Question("LoRA of 70B does not fit one 80 GB GPU", UNSLOTH, "70B", "h100", None, batch=8, adapter="lora"),
+    Question(
+        "LoRA of 70B on 8 H100 divides the frozen weights", TORCHTUNE, "70B", "8xh100", lambda plan: shares_states(plan) == 8,
+        batch=16, adapter="lora",
+    ),
+    Question("8x7B with fp32 states is too large for 8 H100", ZERO_PAPER, "8x7B", "8xh100", None, length=4096),
+    Question(
+        "8x7B on 64 H100 divides experts or shards, and has no pipeline", TORCHTITAN_PAPER, "8x7B", "8x8xh100@ib-ndr",
+        lambda plan: plan.layout.pipeline_parallel == 1 and plan.layout.shard_size * plan.layout.expert_parallel >= 8,
+        batch=256, length=4096,
+    ),
+)  # fmt: skip
+
+
+@cache
+def profile_of(model: str, adapter: str) -> ModelProfile:
+    return decoder(SIZES[model], adapter=adapter)
+
+
+def best_plan(question: Question) -> Plan | None:
+    host, profile = describe(question.host), profile_of(question.model, question.adapter)
+    workload = Workload(sequence_length=question.length, global_batch=question.batch, allow=question.allow)
+    ranking = search(host, profile, workload, fixed=parse_fixed((), host, profile, workload))
+    candidates = calibrate_and_filter(ranking, host, profile, workload, NO_RECORDS).candidates
+    return candidates[0].plan if candidates else None
+
+
+@pytest.mark.parametrize("question", TRAINING, ids=lambda question: question.name)
+def test_training(question: Question) -> None:
+    plan = best_plan(question)
+    if question.answer is None:
+        assert plan is None, f"{question.source}: {plan.label()}"
+    else:
+        assert plan is not None and question.answer(plan), f"{question.source}: {plan and plan.label()}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A question about serving. ``answer``: what holds of the plan; None: nothing fits."""
+
+    name: str
+    source: str
+    model: str
+    host: str
+    answer: Callable[[InferencePlan], bool] | None
+    limits: tuple[tuple[str, Any], ...] = ()
+    allow: tuple[str, ...] = ()
+
+
+def degrees(plan: InferencePlan) -> tuple[int, int, int]:
+    return plan.tensor_parallel, plan.pipeline_parallel, plan.replicas
+
+
+ONE = (("concurrency", 1),)
+SERVING = (
+    Served("8B on one GPU needs no parallelism", VLLM, "8B", "h100", lambda plan: degrees(plan) == (1, 1, 1)),
+    Served("many requests of 8B want replicas", VLLM, "8B", "8xh100", lambda plan: degrees(plan) == (1, 1, 8)),
+    Served("one request of 8B wants tensor parallelism", VLLM, "8B", "4xh100", lambda plan: plan.tensor_parallel == 4, ONE),
+    Served("one request of 70B on 4 GPUs wants tensor parallelism", VLLM, "70B", "4xh100",
+           lambda plan: degrees(plan) == (4, 1, 1), ONE),
+    Served("tokens of 70B within 20 ms want tensor parallelism", VLLM, "70B", "4xh100", lambda plan: plan.tensor_parallel == 4,
+           (("max_tpot_ms", 20.0),)),
+    Served("70B inside a node is tensor parallel", VLLM, "70B", "8xh100",
+           lambda plan: plan.tensor_parallel > 1 and plan.pipeline_parallel == 1),
+    Served("70B in bf16 does not fit one 80 GB GPU", VLLM, "70B", "h100", None),
+    Served("70B in 4 bits fits one 80 GB GPU", LLAMA_CPP, "70B", "h100", lambda plan: plan.weights == "int4", (),
+           ("int4-weights",)),
+    Served("without NVLink a pipeline pays", VLLM, "70B", "4xl40s", lambda plan: plan.pipeline_parallel > 1),
+    Served("405B in fp8 on a node is tensor parallel over 8", VLLM_405B, "405B", "8xh100",
+           lambda plan: degrees(plan) == (8, 1, 1), (), ("fp8-weights",)),
+    Served("405B in bf16 does not fit one node", VLLM_405B, "405B", "8xh100", None),
+    Served("405B in bf16 is tensor parallel inside two nodes, a pipeline between them", VLLM_405B, "405B", "2x8xh100@ib-ndr",
+           lambda plan: degrees(plan) == (8, 2, 1)),
+    Served("8x7B in bf16 needs two 80 GB GPUs", VLLM, "8x7B", "2xh100", lambda plan: degrees(plan) == (2, 1, 1)),
+    Served("8B in bf16 does not fit a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", None),
+    Served("8B in 4 bits fits a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", lambda plan: plan.weights == "int4", (),
+           ("int4-weights",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("question", SERVING, ids=lambda question: question.name)
+def test_serving(question: Served) -> None:
+    workload = InferenceWorkload(prompt_length=512, output_length=256, allow=question.allow, **dict(question.limits))
+    candidates = rank_plans(describe(question.host), SERVED[question.model], workload, fixed={}).candidates
+    labels = [candidate.plan.label() for candidate in candidates[:1]]
+    if question.answer is None:
+        assert not candidates, f"{question.source}: {labels}"
+    else:
+        assert candidates and question.answer(candidates[0].plan), f"{question.source}: {labels}"

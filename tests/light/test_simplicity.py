@@ -1,0 +1,87 @@
+"""The simplest plan wins among those that the prediction cannot tell apart, and the answer says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up_plans import made_up_planning
+
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.search.ranking import Candidate, Ranking
+from upshift.planning.search.simplicity import complexity, simplest_first, why_simplest
+from upshift.record import Basis
+
+
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    return made_up_planning()
+
+
+def candidate_of(planning: Planning, speed: float, layout: Layout, **plan: Any) -> Candidate:
+    best = planning.ranking.candidates[0]
+    changed = {"layout": layout, "activation_checkpointing": 0, **plan}
+    return replace(best, plan=best.plan.model_copy(update=changed), tokens_per_second=speed)
+
+
+SHARDED = Layout(fully_shard="weights", shard_size=8)
+DIVIDED = Layout(fully_shard="weights", shard_size=4, tensor_parallel=2, sequence_parallel=True)
+PLAIN = Layout()
+
+
+def first(*candidates: Candidate, **options: Any) -> Candidate:
+    return simplest_first(Ranking(candidates=list(candidates)), **options).candidates[0]
+
+
+def test_each_mechanism_adds(planning: Planning) -> None:
+    def of(layout: Layout, **plan: Any) -> int:
+        return complexity(candidate_of(planning, 1.0, layout, **plan).plan)
+
+    assert of(PLAIN) == 0 < of(SHARDED) < of(DIVIDED)
+    assert of(SHARDED) < of(SHARDED.changed(shard_size=4))  # replicas of shards
+    assert of(PLAIN, activation_checkpointing=4) == 1
+    stages = Layout(pipeline_parallel=2)
+    assert of(DIVIDED) <= of(stages) < of(stages.changed(pipeline_schedule="zero_bubble"))
+
+
+def test_the_simplest_wins_within_the_error_and_not_beyond_it(planning: Planning) -> None:
+    fastest = candidate_of(planning, 100.0, DIVIDED)
+    near, far = candidate_of(planning, 82.0, PLAIN), candidate_of(planning, 78.0, PLAIN)
+    sharded = candidate_of(planning, 90.0, SHARDED)
+    assert first(fastest, sharded, near) is near
+    assert first(fastest, sharded, far) is sharded
+    assert first(fastest, far) is fastest
+    assert first(fastest, sharded, near, fits=lambda candidate: candidate is not near) is sharded
+    ranked = simplest_first(Ranking(candidates=[fastest, sharded, near])).candidates
+    assert ranked == [near, fastest, sharded]
+
+
+def test_what_was_measured_or_rounds_otherwise_is_told_apart(planning: Planning) -> None:
+    fastest, near = candidate_of(planning, 100.0, DIVIDED), candidate_of(planning, 95.0, PLAIN)
+    measured = replace(fastest, bases={"step": Basis(tier="measured")})
+    assert first(measured, near) is measured
+    assert first(fastest, candidate_of(planning, 95.0, PLAIN, precision="fp32")) is fastest
+
+
+def test_the_answer_names_the_fastest(planning: Planning) -> None:
+    fastest, near = candidate_of(planning, 100.0, SHARDED), candidate_of(planning, 90.0, PLAIN)
+    told = why_simplest([near, fastest])
+    assert told is not None and "+11.1%" in told and "zero3 8" in told
+    assert why_simplest([fastest, near]) is None
+    changed = replace(planning, ranking=replace(planning.ranking, candidates=[near, fastest]))
+    layout = next(reason for reason in changed.reasons if reason.choice == "layout")
+    assert (layout.value, layout.runner_up) == ("data parallel", "zero3 8")
+    assert changed.document()["preference"] == told
+
+
+def test_nothing_but_plans_that_divide_nothing_is_told_to_quantize_its_states(planning: Planning) -> None:
+    from upshift.planning.planner import _leaner_options
+
+    shared: Plan = planning.best
+    assert _leaner_options(shared, planning.workload) == "--allow bf16-weights, or "
+    alone = shared.model_copy(update={"num_processes": 1})
+    assert "8bit-optimizer, --max-grad-norm 0" in _leaner_options(alone, planning.workload)
+    assert _leaner_options(shared, planning.workload.changed(allow=("bf16-weights",))) == ""
