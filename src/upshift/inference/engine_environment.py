@@ -56,7 +56,9 @@ class EngineEnvironment(Value):
     """Describe the environment of an engine, and hold the fixed arguments."""
 
     python: Path
-    versions: dict[str, str] = Field(description="of Python, the engine and its libraries")
+    version: str  # of vLLM
+    torch: str | None = None
+    transformers: str | None = None
     arguments: EngineArguments = EngineArguments()
 
     def allows(self, precision: str) -> bool:
@@ -65,7 +67,8 @@ class EngineEnvironment(Value):
 
     def describe(self) -> str:
         """Return one line: ``vllm 0.32.0, torch 2.13.0+cpu, transformers 5.19.0``."""
-        return ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "python")
+        libraries = (("vllm", self.version), ("torch", self.torch), ("transformers", self.transformers))
+        return ", ".join(f"{name} {version}" for name, version in libraries if version)
 
 
 def choose_environment(
@@ -101,7 +104,13 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
         return None
     name = "--engine-python" if requested is not None else f"the environment variable {VARIABLE},"
     versions = _ask_versions(python, name)
-    return EngineEnvironment(python=python, versions=versions, arguments=fixed)
+    return EngineEnvironment(
+        python=python,
+        version=versions["vllm"],
+        torch=versions.get("torch"),
+        transformers=versions.get("transformers"),
+        arguments=fixed,
+    )
 
 
 def require_environment(environment: EngineEnvironment | None) -> EngineEnvironment:
@@ -144,7 +153,7 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def _ask_versions(python: Path, name: str) -> dict[str, str]:
+def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
     """Return the versions in an environment. Nothing is imported there. ``name``: what names the interpreter."""
     if not python.exists():
         raise RequestError(f"{name} {python} does not exist; give a Python interpreter, {EXAMPLE}")
@@ -154,7 +163,7 @@ def _ask_versions(python: Path, name: str) -> dict[str, str]:
         answer = subprocess.run(
             [str(python), "-I", str(WORKER), "--describe"], capture_output=True, text=True, timeout=DESCRIBE_SECONDS, check=False
         )
-        versions = json.loads(answer.stdout)
+        versions: Mapping[str, Any] = json.loads(answer.stdout)
         found = versions["vllm"]
     except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         raise RequestError(f"{name} {python} does not run as a Python interpreter; give one, {EXAMPLE}") from None
@@ -163,4 +172,4 @@ def _ask_versions(python: Path, name: str) -> dict[str, str]:
             f"{name} {python} (Python {versions['python']}) has no vLLM; install it there ({python} -m pip install vllm), or "
             "give the interpreter of another environment"
         )
-    return versions  # type: ignore[no-any-return]
+    return versions
