@@ -123,7 +123,7 @@ class Generator:
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
-        self._text_engine: TextEngine | None = None  # instead of a decoder
+        self.text_engine: TextEngine | None = None  # instead of a decoder
         self._current_call: object | None = None  # identifies the call whose rows the decoder has
 
     def options(self, **arguments: Any) -> GenerationOptions:
@@ -197,7 +197,7 @@ class Generator:
 
     def _load(self, setup: EngineSetup) -> None:
         """Load the engine of a setup, unless it is loaded."""
-        if self._decoder is not None or self._text_engine is not None:
+        if self._decoder is not None or self.text_engine is not None:
             return
         engine = build_engine(
             self.task, setup.engine, DecoderBuild(self.source, setup, engine_folder(self.task, self.source, setup.engine))
@@ -205,7 +205,7 @@ class Generator:
         if setup.environment is None:
             self._decoder = engine
         else:
-            self._text_engine = engine
+            self.text_engine = engine
 
     def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
         """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""
@@ -461,8 +461,8 @@ class Generator:
             for index, prompt in enumerate(ids, start=first)
         ]
         self._current_call = this_call = object()
-        if self._text_engine is not None:
-            yield from generate_texts(self._text_engine, sequences)
+        if self.text_engine is not None:
+            yield from generate_texts(self.text_engine, sequences)
             return
         self.decoder.keep([])
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None

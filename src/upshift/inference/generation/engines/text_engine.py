@@ -51,6 +51,11 @@ class TextEngine(Protocol):
     weight_bytes: int  # read in every step
     positions: int  # of a prompt with its answer
 
+    @property
+    def pid(self) -> int:
+        """Return the id of the engine's process."""
+        ...
+
     def check(self, prompt_tokens: int, new_tokens: int, name: str) -> None:
         """Raise RequestError if the engine has too few positions for a prompt with its answer. ``name`` names the prompt."""
         ...
