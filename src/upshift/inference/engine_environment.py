@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from upshift.debugging.finding import Finding, error, ok
 from upshift.errors import RequestError
 from upshift.settings import read_settings
 from upshift.value import Value
@@ -111,6 +112,20 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
         transformers=versions.get("transformers"),
         arguments=fixed,
     )
+
+
+def examine_environment() -> Iterator[Finding]:
+    """Yield what ``upshift doctor`` says of the environment that the variable names: its versions, or what is wrong with it."""
+    python = read_settings().vllm_python
+    try:
+        environment = find_environment(None)
+    except RequestError as problem:
+        yield error(
+            "vllm", what=str(problem), evidence=f"{VARIABLE}={python}", fix=f"unset {VARIABLE}, or name another interpreter"
+        )
+        return
+    if environment is not None:
+        yield ok("vllm", what=f"{environment.describe()} race in upshift generate", evidence=f"{VARIABLE}={python}")
 
 
 def require_environment(environment: EngineEnvironment | None) -> EngineEnvironment:

@@ -169,6 +169,23 @@ def test_environments_that_have_no_vllm_are_one_line(
     assert answer.code == 2 and "the environment variable UPSHIFT_VLLM_PYTHON" in answer.err
 
 
+def test_the_doctor_says_what_the_environment_has(
+    pretended: Pretended, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
+    found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
+    (finding,) = (one for one in found if one["subject"] == "vllm")
+    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"]
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(tmp_path / "no"))
+    answer = upshift("doctor", "--quick", "--output", tmp_path)
+    assert answer.code == 1 and "does not exist" in answer.out
+
+
+def test_a_server_says_that_it_has_no_engine_of_whole_requests(pretended: Pretended) -> None:
+    with pytest.raises(RequestError, match="leave out --engine vllm"):
+        pretended.generator(stepwise=True)
+
+
 def test_options_that_vllm_lacks_leave_it_out_of_a_race(pretended: Pretended) -> None:
     with pytest.raises(RequestError, match="vllm has no no_repeat_ngram_size"):
         pretended.generator().generate(PROMPTS, max_new_tokens=NEW, no_repeat_ngram_size=2)
@@ -185,6 +202,7 @@ def test_a_killed_engine_a_long_prompt_and_an_unknown_model_are_one_line(
     generator.generate(PROMPTS, max_new_tokens=NEW)
     with pytest.raises(RequestError, match=r"prompt 1 has 18 tokens, with an answer of 9 more than the 24 positions"):
         generator.generate(["north roads trees rivers x y z u v w"], max_new_tokens=9)
+    pretended.generator().generate(PROMPTS, max_new_tokens=NEW)
     mode.write_text("killed")
     killed = pretended.generator()
     with pytest.raises(JobFailed, match=r"ended with signal 9 \(SIGKILL\): the pretended engine is killed") as failed:

@@ -77,6 +77,7 @@ class Generator:
             larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race.
         engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
+        stepwise: use only engines that compute the next token of each text when they are told to, as a server does.
         engine_arguments: the engine arguments of vLLM to fix, by vLLM's names, such as {"tensor_parallel_size": 2}.
         on_run: called after each run of the race.
 
@@ -98,9 +99,15 @@ class Generator:
         race_seconds: float | None = None,
         engine_python: str | Path | None = None,
         engine_arguments: Mapping[str, Any] | None = None,
+        stepwise: bool = False,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
-        self._environment = choose_environment(engine, engine_python, engine_arguments)
+        if stepwise and engine == "vllm":
+            raise RequestError(
+                "the engine vllm takes whole requests, and upshift serve has only engines that compute token by token; leave out "
+                "--engine vllm, or use it with upshift generate"
+            )
+        self._environment = None if stepwise else choose_environment(engine, engine_python, engine_arguments)
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
