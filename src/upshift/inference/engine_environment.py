@@ -16,6 +16,7 @@ from pydantic import Field
 
 from upshift.debugging.finding import Finding, error, ok
 from upshift.errors import RequestError
+from upshift.planning.inference.plan import InferencePlan
 from upshift.settings import read_settings
 from upshift.value import Value
 
@@ -165,6 +166,35 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
         if arguments.get(name, value) != value:
             raise RequestError(f"--engine-set {name}={arguments[name]} and {pair} say two things; leave out one of them")
         arguments[name] = value
+    return arguments
+
+
+def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:
+    """Return vLLM's engine arguments for a plan of generation.
+
+    Return None for weights or cached keys and values in 8 or 4 bit integers, because vLLM loads such weights from their own
+    files alone."""
+    if plan.weights in ("int8", "int4") or plan.kv_cache == "int8":
+        return None
+    dtype = next((dtype for dtype, precision in DTYPES.items() if precision == plan.weights), "bfloat16")
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if plan.weights == "fp8":
+        arguments["quantization"] = "fp8"
+    if plan.kv_cache == "fp8":
+        arguments["kv_cache_dtype"] = "fp8"
+    degrees = {
+        "tensor_parallel_size": plan.tensor_parallel,
+        "pipeline_parallel_size": plan.pipeline_parallel,
+        "data_parallel_size": plan.replicas,
+    }
+    arguments |= {name: degree for name, degree in degrees.items() if degree > 1}
+    # vLLM counts the next tokens of running sequences beside the tokens of prompts.
+    arguments |= {
+        "max_num_seqs": plan.max_concurrency,
+        "max_num_batched_tokens": plan.prefill_chunk_tokens + plan.max_concurrency,
+    }
+    if plan.execution == "eager":
+        arguments["enforce_eager"] = True
     return arguments
 
 

@@ -37,7 +37,7 @@ class TextRequest(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What one step of an engine gave to a request. ``logits``: [tokens, V] fp32, if the request wants them."""
+    """Hold what one step of an engine gave to a request. ``logits``: [tokens, V] fp32, if the request wants them."""
 
     request: int
     tokens: Sequence[int]

@@ -173,6 +173,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--describe"]:
-        print(json.dumps(describe()))
+        sys.stdout.write(json.dumps(describe()) + "\n")
     else:
         main()
