@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("house")
 def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.delenv("UPSHIFT_VLLM_PYTHON", raising=False)  # races have the engines of the tests' own environment
         base = tmp_path_factory.getbasetemp()
         patch.setenv("UPSHIFT_CACHE", str(share(base, session_folder(base))))
         # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.

@@ -16,6 +16,7 @@ from upshift.cli.plan.inference import read_workload
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
+from upshift.inference.engine_environment import arguments_of_plan
 from upshift.models.profile import CachedLayers
 from upshift.planning.inference.memory import (
     cached_bytes,
@@ -41,6 +42,22 @@ HOSTS = ("h100", "8xh100", "2x8xa100-80gb", "4xl40s", "t4", "8xb200", "epyc-9654
 
 
 PLAIN = ReplicaShape("bf16", "bf16", tensor_parallel=1, pipeline_parallel=1, execution="graphs")
+
+
+def test_a_plan_becomes_the_arguments_of_vllm() -> None:
+    plan = plan_profile(LLAMA_8B, describe("8xh100"), ASK).best.plan
+    split = plan.changed(
+        weights="fp8", kv_cache="fp8", tensor_parallel=2, pipeline_parallel=2, replicas=2, max_concurrency=64,
+        prefill_chunk_tokens=2048, execution="eager",
+    )  # fmt: skip
+    assert arguments_of_plan(split) == {
+        "dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8", "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 64, "max_num_batched_tokens": 2112,
+        "enforce_eager": True,
+    }  # fmt: skip
+    plain = plan.changed(weights="fp16", kv_cache="fp16", tensor_parallel=1, pipeline_parallel=1, replicas=1, execution="graphs")
+    assert {*(arguments_of_plan(plain) or {})} == {"dtype", "max_num_seqs", "max_num_batched_tokens"}
+    assert arguments_of_plan(plan.changed(weights="int4")) is None and arguments_of_plan(plan.changed(kv_cache="int8")) is None
 
 
 def test_cache_of_grouped_heads() -> None:

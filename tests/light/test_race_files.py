@@ -101,7 +101,7 @@ def race_in(
         for setup in request.setups:
             yield ANSWERED.changed(setup=setup, largest_difference=difference)
 
-    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "openvino"))
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     monkeypatch.setattr(race_module, "stream_runs", answer)
     monkeypatch.setenv("UPSHIFT_CACHE", str(folder / "cache"))

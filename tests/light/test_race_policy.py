@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from upshift.inference.race.policy import COMPILE_SECONDS, LONGER_RATIO, MIN_AMOUNT, RACE_SECONDS, RACE_SHARE, RacePolicy
+from upshift.inference.race.policy import (
+    COMPILE_SECONDS,
+    LONGER_RATIO,
+    MIN_AMOUNT,
+    RACE_SECONDS,
+    RACE_SHARE,
+    START_LIMIT_SECONDS,
+    RacePolicy,
+)
 from upshift.inference.race.types import Limits, Run, Skipped
-from upshift.inference.registry import EngineName, EngineSetup
+from upshift.inference.registry import ENGINES, EngineName, EngineSetup
 from upshift.record import Spread
 
 SETUP = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)
@@ -34,6 +42,22 @@ def test_what_compiles_is_admitted_where_it_pays_or_is_asked_for() -> None:
     named = RacePolicy("exact", NO_LIMITS, 1.0, engine="torch-compiled")
     assert named.admit((COMPILED,), [ran(10.0)], twice_as_fast) == ((COMPILED,), ())
     assert few.admit((SETUP,), [], twice_as_fast) == ((SETUP,), ())
+
+
+def test_an_engine_with_its_own_process_is_admitted_where_its_starts_pay_or_is_asked_for() -> None:
+    served = SETUP.changed(engine="vllm")
+    starts = 2 * ENGINES["vllm"].start_seconds  # one in the race, one before the run
+    few, many = (RacePolicy("exact", NO_LIMITS, amount) for amount in (10.0 * starts - 1, 10.0 * starts + 1))
+    out = few.admit((served,), [ran(10.0)], twice_as_fast)
+    assert out.setups == () and [one.reason for one in out.skipped] == ["start"]
+    assert many.admit((served,), [ran(10.0)], twice_as_fast).setups == (served,)
+    named = RacePolicy("exact", NO_LIMITS, 1.0, engine="vllm")
+    assert named.admit((served,), [ran(10.0)], twice_as_fast) == ((served,), ())
+    assert named.time_budget([ran(10.0)]) == RACE_SECONDS + START_LIMIT_SECONDS
+    assert few.is_final([ran(10.0)], out.skipped, RACE_SECONDS) and not many.is_final([ran(10.0)], out.skipped, RACE_SECONDS)
+    fast = ran(20.0, engine="vllm", load_seconds=30.0)
+    assert fast.seconds_for(20.0) == 31.0 and ran(10.0, load_seconds=30.0).seconds_for(20.0) == 2.0
+    assert not RacePolicy("exact", NO_LIMITS, 1e6).select_finalists([fast, ran(19.9)])  # it would start in each turn
 
 
 def test_the_time_of_a_race_is_what_is_asked_for_or_a_share_of_the_run() -> None:

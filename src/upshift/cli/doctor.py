@@ -124,10 +124,12 @@ def command(
         return
     from upshift.debugging.doctor import examine
     from upshift.debugging.plan_needs import read_plan_needs
+    from upshift.inference.engine_environment import examine_environment
 
     needs = None if plan is None else read_plan_needs(plan)
     with tables.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needs=needs)
+        diagnosis = diagnosis.changed(findings=(*diagnosis.findings, *examine_environment()))
     report_findings(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
 
 

@@ -15,6 +15,8 @@ from rich.table import Table
 from upshift.cli import generate_xla, tables
 from upshift.cli.options import (
     Engine,
+    EnginePython,
+    EngineSettings,
     GenerationSettings,
     Json,
     MaxMemory,
@@ -88,6 +90,8 @@ def command(
     chat: Chat = False,
     quality: Quality = "exact",
     engine: Engine = None,
+    engine_python: EnginePython = None,
+    engine_settings: EngineSettings = None,
     backend: Backend = "race",
     max_ttft_ms: MaxTtft = None,
     max_tpot_ms: MaxTpot = None,
@@ -110,7 +114,7 @@ def command(
     generation_options = _merge_options(options or [], flags)
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
-        "race_seconds": race_seconds,
+        "race_seconds": race_seconds, "engine_python": engine_python, "engine_arguments": _read_engine_settings(engine_settings),
     }  # fmt: skip
     if backend != "race":
         generate_xla.check(backend, {**race_options, "stop": stop})
@@ -139,6 +143,13 @@ def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], 
     with tables.step("Reading the model"):
         generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
     return generator, generator.options(**options)
+
+
+def _read_engine_settings(pairs: list[str] | None) -> dict[str, Any] | None:
+    """Return the engine arguments of ``--engine-set`` by name, or None without any."""
+    from upshift.inference.engine_environment import parse_arguments
+
+    return parse_arguments(pairs) if pairs else None
 
 
 def _merge_options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def check(backend: str, race_options: Mapping[str, Any]) -> None:
         raise RequestError(f"--backend {backend!r} is not known; use race or xla")
     unsupported = [name for name, value in race_options.items() if value not in (None, [], EXACT)]
     if unsupported:
-        flags = ", ".join("--" + name.replace("_", "-") for name in unsupported)
+        flags = ", ".join("--" + name.replace("_", "-").replace("arguments", "set") for name in unsupported)
         raise RequestError(f"--backend xla computes in fp32, by its one engine, and does not take {flags}; leave out one of them")
 
 

@@ -236,6 +236,20 @@ Engine = Annotated[
         default="race all installed engines", check=_check_engine,
     ),
 ]  # fmt: skip
+EnginePython = Annotated[
+    Path | None,
+    option(
+        "--engine-python", text="The Python interpreter of an environment that has vLLM. With it, the engine vllm races, too.",
+        panel=Panel.ENGINES, metavar="PATH", default="the variable UPSHIFT_VLLM_PYTHON, or no vLLM",
+    ),
+]  # fmt: skip
+EngineSettings = Annotated[
+    list[str] | None,
+    option(
+        "--engine-set", text="Fix an engine argument of vLLM, such as tensor_parallel_size=2.", panel=Panel.ENGINES,
+        metavar="NAME=VALUE", default="Upshift's choice, or vLLM's",
+    ),
+]  # fmt: skip
 Quality = Annotated[
     str,
     option(

@@ -477,6 +477,9 @@ def print_race_notes(race: Any, unit: str) -> None:
 def _skip_reason(skipped: Any, race: Any, unit: str) -> str:
     if skipped.reason == "time":
         return f"the {race.allowed:.0f} s of the race were over; --race-seconds gives it more"
+    if skipped.reason == "start":
+        engine = skipped.setup.engine
+        return f"a run of this length ends about as soon as its process has started twice; --engine {engine} races it"
     if skipped.reason == "quality":
         return f"{skipped.by.label()}, which rounds less, leaves it a cosine of {skipped.cosine:.5f} at most"
     reason = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"

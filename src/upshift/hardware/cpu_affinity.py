@@ -19,7 +19,7 @@ def bind_process(local_rank: int, local_ranks: int) -> CpuSet | None:
     """
     if not hasattr(os, "sched_setaffinity") or local_ranks == 1:
         return None
-    share = cores_of(local_rank, local_ranks, os.sched_getaffinity(0))
+    share = cores_of(local_rank, local_ranks, allowed_cpus())
     if share is not None:
         os.sched_setaffinity(0, share)
     return share
@@ -34,6 +34,18 @@ def cores_of(local_rank: int, local_ranks: int, allowed: set[int], *, root: Path
         return None
     first, last = (len(cores) * rank // local_ranks for rank in (local_rank, local_rank + 1))
     return tuple(sorted(cpu for core in cores[first:last] for cpu in core))
+
+
+def allowed_cpus() -> set[int]:
+    """Return the hardware threads that this process may use. A system that does not tell allows all."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def one_per_core(cpus: set[int], *, root: Path = Path("/")) -> list[int]:
+    """Return the first hardware thread of each core."""
+    return sorted({_core(cpu, cpus, root)[0] for cpu in cpus})
 
 
 def _core(cpu: int, allowed: set[int], root: Path) -> CpuSet:

@@ -22,6 +22,7 @@ from pydantic import Field
 from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
+from upshift.inference.engine_environment import EngineEnvironment, require_environment
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.versions import install_command
@@ -108,6 +109,7 @@ else:
         "ctranslate2",
         "llamacpp",
         "torch-compiled",
+        "vllm",
         "nothing",
         *(engine.name for engine in added_engines()),
     ]
@@ -124,6 +126,7 @@ class EngineSetup(Value):
     threads: int = Field(gt=0)
     batch: int = Field(gt=0, description="tokens of a batch of texts, with padding; or sequences that are generated at once")
     hint: Hint = Field("throughput", description="throughput: several batches share the cores; latency: one batch has all cores")
+    environment: EngineEnvironment | None = Field(None, description="of an engine that runs in a Python environment of its own")
 
     def label(self) -> str:
         return f"{self.engine} {self.precision}"
@@ -149,6 +152,17 @@ class EngineSpec(NamedTuple):
     extra: str  # of Upshift; empty: the core installs the libraries
     factories: Mapping[Task, EngineFactory]
     uncompiled: EngineName | None = None  # for an engine that compiles at each load: the same engine without compiling
+    start_seconds: float = 0.0  # the least that the start of its own process takes; 0: it runs in ours
+
+    @property
+    def has_environment(self) -> bool:
+        """Return whether the engine runs in a process and a Python environment of its own."""
+        return self.start_seconds > 0.0
+
+    @property
+    def loads_slowly(self) -> bool:
+        """Return whether the time of each load counts beside that of the work."""
+        return self.uncompiled is not None or self.has_environment
 
 
 PACKAGES: dict[Task, str] = {
@@ -214,6 +228,12 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         },
         uncompiled="torch",
     ),
+    "vllm": EngineSpec(
+        ("vllm",),
+        "",
+        {"generate": EngineFactory("vllm_engine:VllmEngine", ("fp32", "bf16", "fp16"), ("fp32", "bf16", "fp16", "fp8"))},
+        start_seconds=20.0,  # measured on two cores: 20 to 60
+    ),
 }
 for _added in added_engines():
     _factory = EngineFactory(_added.factory, _added.precisions, _added.on_gpu, kinds=_added.kinds)
@@ -244,7 +264,13 @@ def build_engine(task: Task, name: EngineName, build: Any) -> Any:
 
 
 def is_installed(name: EngineName) -> bool:
+    """Return whether this environment has the libraries of an engine."""
     return all(find_spec(library) is not None for library in ENGINES[name].libraries)
+
+
+def is_available(setup: EngineSetup) -> bool:
+    """Return whether the libraries of a setup's engine are here, or in the environment of its own."""
+    return setup.environment is not None or is_installed(setup.engine)
 
 
 def install_line(name: EngineName) -> str:
@@ -263,8 +289,11 @@ def contestants(
     hint: Hint,
     stored: EngineName | None = None,
     reference: Precision = "fp32",
+    environment: EngineEnvironment | None = None,
 ) -> list[EngineSetup]:
     """Return the setups of all engines that can run the model, installed or not, the reference first.
+
+    An engine with an environment of its own has setups only if that environment is known.
 
     Args:
         task: the task.
@@ -275,6 +304,7 @@ def contestants(
         hint: hint of every setup.
         stored: the only engine that can load weights that are quantized already.
         reference: precision of the reference, transformers in torch.
+        environment: of the engine that has its own.
     """
     device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
@@ -285,13 +315,16 @@ def contestants(
     setups = []
     for name, spec in ENGINES.items():
         factory = spec.factories.get(task)
-        if factory is None or factory.needs in excluded:
+        if factory is None or factory.needs in excluded or (spec.has_environment and environment is None):
             continue
         precisions = [
             precision for precision in factory.precisions_on(device) if precision == reference or precision not in excluded
         ]
+        own = environment if spec.has_environment else None
+        if own is not None:
+            precisions = [precision for precision in precisions if own.allows(precision)]
         if precisions and _supports(task, factory, source):
-            setups += [base.changed(engine=name, precision=precision) for precision in precisions]
+            setups += [base.changed(engine=name, precision=precision, environment=own) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
 
 
@@ -311,9 +344,11 @@ def _excluded_precisions(host: Host, *, exact: bool, reference: Precision) -> se
     return excluded
 
 
-def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> EngineName:
+def check_engine(
+    task: Task, name: str, source: ModelSource, host: Host, environment: EngineEnvironment | None = None
+) -> EngineName:
     """Return the engine's name. Raise RequestError if it does not support the task, the machine or the model, or if it
-    is not installed."""
+    is not installed. ``environment``: of an engine that has its own."""
     device = _device(host)
     valid_names = [
         engine for engine, spec in ENGINES.items() if task in spec.factories and spec.factories[task].precisions_on(device)
@@ -323,7 +358,9 @@ def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> Engi
         raise RequestError(
             f"--engine {name!r} is no engine for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
         )
-    if not is_installed(name):
+    if ENGINES[name].has_environment:
+        require_environment(environment)
+    elif not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: {install_line(name)}")
     factory = ENGINES[name].factories[task]
     if not _supports(task, factory, source):

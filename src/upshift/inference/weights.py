@@ -11,6 +11,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
+from upshift.inference.engine_environment import EngineEnvironment
 from upshift.inference.registry import EngineName, Precision, Task, check_engine
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, find_pickle, read_index
 from upshift.loading.files.safetensors_header import read_header
@@ -57,12 +58,14 @@ def stored_for(source: ModelSource) -> EngineName | None:
     return None if weight_files(source)[0].suffix == ".safetensors" else "openvino"
 
 
-def check_requested_engine(task: Task, source: ModelSource, engine: str | None, host: Host) -> EngineName | None:
-    """Return the engine that the user requests, or None.
+def check_requested_engine(
+    task: Task, source: ModelSource, engine: str | None, host: Host, environment: EngineEnvironment | None = None
+) -> EngineName | None:
+    """Return the engine that the user requests, or None. ``environment``: of an engine that has its own.
 
     Raise RequestError if that engine cannot run, or if the weights are quantized for another engine, or for one that cannot
     run."""
-    requested = None if engine is None else check_engine(task, engine, source, host)
+    requested = None if engine is None else check_engine(task, engine, source, host, environment)
     stored = stored_for(source)
     if stored is not None:
         stored = check_engine(task, stored, source, host)
@@ -133,10 +136,10 @@ def needed_memory(source: ModelSource, precision: Precision) -> int:
     """Return the bytes of memory that it takes to run the whole model in memory."""
     if stored_for(source) is not None:
         return round(MEMORY_FACTOR * weights_size(source))
-    return round(MEMORY_FACTOR * (4 if precision == "fp32" else 2) * _count_parameters(source))
+    return round(MEMORY_FACTOR * (4 if precision == "fp32" else 2) * count_parameters(source))
 
 
-def _count_parameters(source: ModelSource) -> int:
+def count_parameters(source: ModelSource) -> int:
     """Return the number of parameters from the headers of the weight files."""
     return sum(prod(tensor.shape) for path in weight_files(source) for tensor in read_header(path).tensors)
 

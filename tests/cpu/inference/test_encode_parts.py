@@ -362,7 +362,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
 def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contestants that are made up: each batch twice as fast, and twice as slow for who waits, as the one before."""
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine != "onnxruntime")
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
 
     def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
@@ -397,7 +397,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the race openvino is in front, with either batch; whenever they run again ctranslate2 is."""
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "openvino", "ctranslate2"))
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino", "ctranslate2"))
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     raced = {("openvino", 256): 100.0, ("openvino", 512): 99.0, ("ctranslate2", 512): 98.0}
@@ -433,7 +433,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
 def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expected to be twice as fast as 1 text a second and 1.6 times, after compiling for 30 s: it saves 75 s of 200, 0.4 of 1."""
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled", "openvino"))
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "torch-compiled", "openvino"))
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
@@ -467,7 +467,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
         race.file.unlink()  # type: ignore[union-attr]
     assert raced(1e6)[1:] == (False, "openvino")
     assert "nothing" not in {run.setup.engine for run in recalled.runs} and recalled.ceiling == 9.0
-    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled"))
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "torch-compiled"))
     assert raced(500.0)[0].runs == () and raced(500.0)[0].chosen.engine == "torch"  # alone, and too little for a forecast
     assert raced(2000.0)[1:] == (True, "torch-compiled")
 
@@ -497,7 +497,7 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(race_module.PACKAGES, "generate", "of_a_race")
-    monkeypatch.setattr(race_module, "is_installed", lambda name: True)
+    monkeypatch.setattr(race_module, "is_available", lambda setup: True)
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     made = [EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)]
     precisions: tuple[Precision, ...] = ("fp32", "int8-weights", "int8", "int4-weights", "int4")

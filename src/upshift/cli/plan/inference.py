@@ -109,6 +109,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     rejected = _rejected_table(planning)
     if rejected is not None:
         tables.out.print(rejected)
+    if workload.task == "generate":
+        _print_vllm_command(planning)
     expected_error = "the error for such devices is unknown"
     if numbers.interval is not None:
         expected_error = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
@@ -116,6 +118,19 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     if unknown is not None:
         tables.out.print(unknown)
     tables.dim(f"Predicted, untried: {expected_error}.")
+
+
+def _print_vllm_command(planning: InferencePlanning) -> None:
+    """Print the command that starts vLLM by the best plan."""
+    from upshift.inference.engine_environment import arguments_of_plan
+
+    arguments = arguments_of_plan(planning.best.plan)
+    if arguments is None:
+        tables.dim("vLLM has no arguments for this plan: it reads weights in 8 and 4 bit integers from their own files alone")
+        return
+    arguments["max_model_len"] = planning.workload.longest
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in arguments.items()]
+    tables.out.print(f"By vLLM: vllm serve MODEL {' '.join(words)}", soft_wrap=True, highlight=False)
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:

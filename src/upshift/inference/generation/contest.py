@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from math import log2
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  import once for all engines
@@ -20,14 +20,16 @@ from pydantic import Field
 from upshift.errors import JobFailed
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.text_batches import follow_texts, time_texts
 from upshift.inference.race.early_stopping import MIN_CPU_SHARE, EarlyStopping, serve_race
-from upshift.inference.race.types import RaceRequest, RaceResult, Run, cosines
+from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, cosines
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
 from upshift.value import Value
 
 FOLLOWED_TOKENS = 16  # of each prompt
+NO_LOGITS = np.zeros((0, 0, 0), dtype=np.float32)
 TIMED_PASSES = 3
 ENOUGH_SECONDS = 2.5  # of passes: no further pass begins after them
 
@@ -67,11 +69,9 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     sample = json.loads(request.sample.read_text())
     task = GenerationTask.from_json(contest.asked, origin="the race")
     followed_tokens = min(task.new_tokens, FOLLOWED_TOKENS)
-    start = time.perf_counter()
-    folder = engine_folder(contest.task, contest.source, setup.engine)
-    largest = setup.changed(batch=max(contest.batches))  # an engine that compiles does so for several rows too
-    decoder: Decoder = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, largest, folder))
-    load_seconds = time.perf_counter() - start
+    if setup.environment is not None:
+        return _run_text_engine(request, setup, early_stopping, sample, task)
+    decoder, base = _build(contest, setup)
     sample_rows = len(sample) if task.pads else 1
     expected = np.load(request.reference) if request.reference.is_file() else None
     first_passes = _follow_sample(decoder, sample, expected, followed_tokens, rows=sample_rows)
@@ -79,7 +79,6 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     if expected is None:
         expected = logits
         np.save(request.reference, expected)
-    base = Run(setup=setup, load_seconds=load_seconds, weight_bytes=decoder.weight_bytes)
     base = _with_agreement(base, logits, expected)
     first_run = _with_times(base.changed(setup=setup.changed(batch=sample_rows)), first_passes, task.new_tokens)
     first_seconds = sum(one_pass.seconds for one_pass in first_passes)
@@ -100,6 +99,43 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
             passes = _time_passes(decoder, [sample[index] for index in indices], expected.argmax(2)[:, indices])
         runs.append(_with_times(base.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
     return runs
+
+
+def _build(contest: Contest, setup: EngineSetup) -> tuple[Any, Run]:
+    """Return the engine of a setup, and its run with the time of loading."""
+    start = time.perf_counter()
+    folder = engine_folder(contest.task, contest.source, setup.engine)
+    largest = setup.changed(batch=max(contest.batches))  # an engine that compiles does so for several rows too
+    engine = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, largest, folder))
+    return engine, Run(setup=setup, load_seconds=time.perf_counter() - start, weight_bytes=engine.weight_bytes)
+
+
+def _run_text_engine(
+    request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping, sample: list[list[int]], task: GenerationTask
+) -> list[Run]:
+    """Return the runs of a setup whose engine takes whole requests.
+
+    Its logits take long to fetch, so they are compared in a pass of their own, and the timed passes have none. How much of the
+    CPU the engine's process had is not known, so no run is stopped for being slow."""
+    engine, base = _build(request.contest, setup)
+    try:
+        expected = np.load(request.reference)
+        tokens = expected.argmax(2)
+        base = _with_agreement(base, follow_texts(engine, sample, tokens), expected)
+        runs: list[Run] = []
+        for rows in request.contest.batches:
+            prompts = list(islice(cycle(sample), rows))
+            passes: list[Pass] = []
+            while len(passes) < TIMED_PASSES and sum(one_pass.seconds for one_pass in passes) < ENOUGH_SECONDS:
+                first_seconds, *step_seconds = time_texts(engine, prompts, len(tokens))
+                passes.append(Pass(NO_LOGITS, first_seconds, step_seconds, 0.0))
+            runs.append(_with_times(base.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
+            stopped = early_stopping.stop(runs[-1], 0.0)
+            if stopped is not None:
+                return [*runs[:-1], runs[-1].changed(stopped=stopped)]
+        return runs
+    finally:
+        engine.close()  # before the next engine takes the memory
 
 
 def _with_agreement(run: Run, logits: np.ndarray, expected: np.ndarray) -> Run:

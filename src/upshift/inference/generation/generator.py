@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
+from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
+from upshift.inference.generation.engines.text_engine import TextEngine
+from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
 from upshift.inference.generation.model import (
     available_memory,
     cache_bytes,
@@ -26,11 +30,12 @@ from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.prompts import BLOCK_PROMPTS, Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, GeneratedSequence
+from upshift.inference.generation.text_batches import generate_texts
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
-from upshift.inference.registry import build_engine
+from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
@@ -71,6 +76,9 @@ class Generator:
         max_memory: the memory limit of a CPU: {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that is
             larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race.
+        engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
+        stepwise: use only engines that compute the next token of each text when they are told to, as a server does.
+        engine_arguments: the engine arguments of vLLM to fix, by vLLM's names, such as {"tensor_parallel_size": 2}.
         on_run: called after each run of the race.
 
     Raises:
@@ -89,8 +97,17 @@ class Generator:
         chat: bool = False,
         max_memory: Mapping[str | int, str | int] | None = None,
         race_seconds: float | None = None,
+        engine_python: str | Path | None = None,
+        engine_arguments: Mapping[str, Any] | None = None,
+        stepwise: bool = False,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
+        if stepwise and engine == "vllm":
+            raise RequestError(
+                "the engine vllm takes whole requests, and upshift serve has only engines that compute token by token; leave out "
+                "--engine vllm, or use it with upshift generate"
+            )
+        self._environment = None if stepwise else choose_environment(engine, engine_python, engine_arguments)
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
@@ -99,7 +116,9 @@ class Generator:
         check_weights(self.source)
         self.host = computing_host(stored_for(self.source))
         check_max_memory(self.source, self.host, max_memory)
-        self._engine = check_requested_engine(self.task, self.source, engine, self.host)
+        self._engine = check_requested_engine(self.task, self.source, engine, self.host, self._environment)
+        if self._environment is not None:
+            check_arguments(self._environment.arguments, self.source, self.host)
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
@@ -111,6 +130,7 @@ class Generator:
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
+        self.text_engine: TextEngine | None = None  # instead of a decoder
         self._current_call: object | None = None  # identifies the call whose rows the decoder has
 
     def options(self, **arguments: Any) -> GenerationOptions:
@@ -172,16 +192,27 @@ class Generator:
             )
         if self.race is None:
             self.race = self._race_or_offload(ids, options, total or len(ids))
-        if self._decoder is None:
-            folder = engine_folder(self.task, self.source, self.race.chosen.engine)
-            build = DecoderBuild(self.source, self.race.chosen, folder)
-            self._decoder = build_engine(self.task, self.race.chosen.engine, build)
-        if options.prompt_lookup_num_tokens and not self._decoder.extends:
+        if self.race.chosen.environment is not None:
+            check_supported(options)
+        self._load(self.race.chosen)
+        if options.prompt_lookup_num_tokens and (self._decoder is None or not self._decoder.extends):
             raise RequestError(
                 f"prompt_lookup_num_tokens is not possible with {self.race.chosen.label()}, which computes one token of a text "
                 "at a time; leave it out, or ask for --engine torch (engine='torch')"
             )
         return self.race
+
+    def _load(self, setup: EngineSetup) -> None:
+        """Load the engine of a setup, unless it is loaded."""
+        if self._decoder is not None or self.text_engine is not None:
+            return
+        engine = build_engine(
+            self.task, setup.engine, DecoderBuild(self.source, setup, engine_folder(self.task, self.source, setup.engine))
+        )
+        if setup.environment is None:
+            self._decoder = engine
+        else:
+            self.text_engine = engine
 
     def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
         """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""
@@ -205,6 +236,7 @@ class Generator:
             pad=0,
             batches=self._batches(len(sample), self._max_rows(ids, options)),
             hint="latency",
+            environment=self._racing_environment(options),
         )
         lengths = [len(prompt) for prompt in sample]
         forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
@@ -213,6 +245,17 @@ class Generator:
         policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=engine, seconds=self._race_seconds)
         no_room = partial(self._offload, ids, options) if can_offload else None
         return race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
+
+    def _racing_environment(self, options: GenerationOptions) -> EngineEnvironment | None:
+        """Return the environment of the engine that has its own, or None if the engine does not race.
+
+        It does not race if it lacks an option of the user, or if the user asks for another engine. Raise RequestError if the
+        user asks for this engine and for an option that it lacks."""
+        if self._environment is None or self.task != "generate" or self._engine not in (None, "vllm"):
+            return None
+        if self._engine == "vllm":
+            check_supported(options)
+        return None if find_unsupported(options) else self._environment
 
     def _offload(self, ids: list[list[int]], options: GenerationOptions) -> Race:
         """Load the model partly on the disk. Return its setup as the result of a race without runs."""
@@ -419,17 +462,19 @@ class Generator:
         if not ids:
             return
         chosen = self.prepare(ids, options).chosen
-        assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
         sequences = [
             GeneratedSequence(index, prompt, self.limit_options(prompt, options), tokenizer, start=self.start)
             for index, prompt in enumerate(ids, start=first)
         ]
-        self._decoder.keep([])
         self._current_call = this_call = object()
+        if self.text_engine is not None:
+            yield from generate_texts(self.text_engine, sequences)
+            return
+        self.decoder.keep([])
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
         rows = min(chosen.batch, self._max_rows(ids, options))
-        for sequence, token in self._decode_by_length(self._decoder, sequences, rows, lookup):
+        for sequence, token in self._decode_by_length(self.decoder, sequences, rows, lookup):
             yield sequence, token
             if self._current_call is not this_call:  # the decoder's rows belong to the other call
                 raise RequestError(

@@ -18,6 +18,7 @@ from upshift.inference.race.types import Limits, Quality, RaceRequest, Reason, R
 from upshift.inference.registry import ENGINES, EngineName, EngineSetup
 
 RACE_SECONDS = 90.0  # of a race
+START_LIMIT_SECONDS = 240.0  # beside it, for the start of the process of an engine that the user asks for
 RACE_SHARE = 0.1  # of the time of the user's run, if that is longer than RACE_SECONDS
 LONGER_RATIO = 1.5  # a race with this times the time may run the setups that an earlier race had no time for
 COMPILE_SECONDS = 40.0  # in the race, and once more before the run, from torch's own files; measured (docs/log.md)
@@ -53,9 +54,13 @@ class RacePolicy:
     def admit(self, setups: tuple[EngineSetup, ...], runs: Sequence[Run], forecast: Forecast) -> Admission:
         """Return which of one engine's setups run after ``runs``.
 
-        Of an engine that compiles, only the setup with the fastest forecast runs, and only if compiling pays off. If the
-        user asks for the engine, all of its setups run."""
-        if self.engine is not None or ENGINES[setups[0].engine].uncompiled is None:
+        An engine with a process of its own runs only if its starts could pay off. Of an engine that compiles, only the setup
+        with the fastest forecast runs, and only if compiling pays off. If the user asks for the engine, all of its setups
+        run."""
+        spec = ENGINES[setups[0].engine]
+        if self.engine is None and spec.has_environment and not self._start_pays(setups[0], best_rate(runs, self.quality)):
+            return Admission((), tuple(Skipped(setup=setup, reason="start") for setup in setups))
+        if self.engine is not None or spec.uncompiled is None:
             return Admission(setups)
         rates = {setup: predict_compiled_rate(setup, runs, forecast, self.quality) for setup in setups}
         fastest = max(setups, key=lambda setup: rates[setup] or 0.0)
@@ -63,13 +68,21 @@ class RacePolicy:
             return Admission((fastest,))
         return Admission((), (Skipped(setup=fastest, reason="compiling", rate=rates[fastest]),))
 
+    def _start_pays(self, setup: EngineSetup, best: float | None) -> bool:
+        """Return whether the user's run at the rate ``best`` takes longer than two starts of a setup's engine: one in the race,
+        and one before the run."""
+        return best is None or self.amount / best > 2 * ENGINES[setup.engine].start_seconds
+
     def time_budget(self, runs: Sequence[Run]) -> float:
         """Return the seconds of a race: the user's, or a share of the time that the fastest setup so far needs for the
         user's run."""
         if self.seconds:
             return self.seconds
         run_seconds = self.amount / (best_rate(runs, self.quality) or math.inf)
-        return max(RACE_SECONDS, RACE_SHARE * run_seconds)
+        start_seconds = 0.0
+        if self.engine is not None and ENGINES[self.engine].has_environment:  # the user has asked for its start
+            start_seconds = START_LIMIT_SECONDS
+        return start_seconds + max(RACE_SECONDS, RACE_SHARE * run_seconds)
 
     def select_finalists(self, runs: Sequence[Run]) -> Sequence[Run]:
         """Return the runs whose setups run again in a final.
@@ -90,6 +103,7 @@ class RacePolicy:
         rate = best_rate(runs, self.quality)
         skip_rules: dict[Reason, Callable[[Skipped], bool]] = {
             "compiling": lambda skip: not pays_off(skip.rate, rate, self.amount),
+            "start": lambda skip: not self._start_pays(skip.setup, rate),
             "quality": lambda skip: self.quality != "exact" and (skip.cosine or 0.0) < self.quality,
             "time": lambda skip: not has_more_time,
         }
@@ -146,9 +160,9 @@ RunRequest = Callable[[RaceRequest], Iterator[Run | Skipped]]
 def finalists(runs: Sequence[Run], quality: Quality) -> list[Run]:
     """Return the runs that are near to the fastest, each setup with its best batch, the fastest first.
 
-    Return nothing if no other setup comes near. An engine that compiles is left out, because it would compile in each
-    turn."""
-    candidates = [run for run in runs if run.meets(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled]
+    Return nothing if no other setup comes near. An engine that compiles or starts a process at each load
+    is left out, because it would do so in each turn."""
+    candidates = [run for run in runs if run.meets(quality) and not run.stopped and not ENGINES[run.setup.engine].loads_slowly]
     best_by_label: dict[str, Run] = {}
     for run in sorted(candidates, key=lambda run: -(run.per_second or 0.0)):
         best_by_label.setdefault(run.setup.label(), run)

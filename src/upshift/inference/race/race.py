@@ -28,7 +28,7 @@ from upshift.inference.race.early_stopping import TEMPORARY_SIGNALS, is_temporar
 from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
 from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
-from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_installed
+from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_available
 from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
 from upshift.settings import read_settings
 from upshift.value import Value
@@ -110,8 +110,9 @@ def race(
         hint=contest.hint,
         stored=stored_for(contest.source),
         reference=reference,
+        environment=contest.environment,
     )
-    installed = [setup for setup in candidates if is_installed(setup.engine)]
+    installed = [setup for setup in candidates if is_available(setup)]
     missing = [setup for setup in candidates if setup not in installed]
     requested = [setup for index, setup in enumerate(installed) if index == 0 or policy.engine in (None, setup.engine)]
     folder = _race_folder(contest, host, sample, requested)
@@ -261,6 +262,11 @@ def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     nearest setup if none keeps the limits."""
     requested = [run for run in race.runs if policy.engine in (None, run.setup.engine)]
     good = [run for run in requested if run.meets(policy.quality)]
+    if not requested:
+        raise RequestError(
+            f"--engine {policy.engine} did not run in the {race.allowed:.0f} s of the race; give it more time: --race-seconds "
+            f"{2 * race.allowed:.0f}"
+        )
     if not good:
         results = "; ".join(f"{run.setup.precision} {run.failure or run.format_agreement()}" for run in requested)
         subject = "no setup" if policy.engine is None else f"no setup of --engine {policy.engine}"

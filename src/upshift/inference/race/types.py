@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from upshift.errors import RequestError
+from upshift.inference.engine_environment import EngineEnvironment
 from upshift.inference.registry import ENGINES, EngineSetup, Hint, Task
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -63,7 +64,7 @@ def read_seconds(seconds: float | None) -> float | None:
 
 EXACT_DIFFERENCE = 1e-4  # largest difference to the reference under the quality "exact"
 Stopped = Literal["quality", "behind", "time"]
-Reason = Literal["compiling", "quality", "time"]
+Reason = Literal["compiling", "start", "quality", "time"]
 UNBOUNDED = 1e9  # seconds: no time limit
 
 
@@ -76,6 +77,7 @@ class Contest(Value):
     pad: int
     batches: tuple[int, ...]  # that every setup tries
     hint: Hint
+    environment: EngineEnvironment | None = Field(None, description="of the engine that runs in its own Python environment")
 
 
 class Run(Value):
@@ -118,12 +120,12 @@ class Run(Value):
         return 1e3 * max(first_ratio, step_ratio)
 
     def seconds_for(self, amount: float) -> float:
-        """Return the seconds for ``amount`` texts or tokens, with the time to compile of an engine that compiles at each
-        load."""
-        compile_seconds = 0.0
-        if ENGINES[self.setup.engine].uncompiled:
-            compile_seconds = self.load_seconds or 0.0
-        return compile_seconds + amount / (self.per_second or math.inf)
+        """Return the seconds for ``amount`` texts or tokens, with the time to load of an engine that compiles or
+        starts a process at each load."""
+        load_seconds = 0.0
+        if ENGINES[self.setup.engine].loads_slowly:
+            load_seconds = self.load_seconds or 0.0
+        return load_seconds + amount / (self.per_second or math.inf)
 
     def format_times(self) -> str:
         step = "" if self.step_seconds is None else f", then {1e3 * self.step_seconds:.1f} ms a token"

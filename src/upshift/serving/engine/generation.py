@@ -135,6 +135,7 @@ class GenerationWorker:
             max_tpot_ms=request.max_tpot_ms,
             max_memory=memory,
             race_seconds=request.race_seconds,
+            stepwise=True,
         )
         eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
         self.prompt_length, self.output_length = prompt_and_answer_lengths(

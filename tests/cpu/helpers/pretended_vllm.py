@@ -1,0 +1,88 @@
+"""A pretended vLLM for tests of the protocol: a Python interpreter that runs this file, whatever script it is given.
+
+The model's next logits depend on the last token alone, by a table. The file ``mode`` beside the table says how it misbehaves."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+VERSIONS = {"python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0"}
+
+
+def make_interpreter(folder: Path, table: list[list[float]], mode: str = "") -> Path:
+    """Write a program that pretends to be the interpreter of an environment with vLLM."""
+    (folder / "table.json").write_text(json.dumps(table))
+    (folder / "mode").write_text(mode)
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).resolve()} {folder} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def answer(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def run(folder: Path) -> None:
+    table = json.loads((folder / "table.json").read_text())
+    mode = (folder / "mode").read_text()
+    arguments = json.loads(sys.stdin.readline())["start"]
+    (folder / "start.json").write_text(json.dumps(arguments))
+    if mode == "unknown model":
+        answer(failed="ValueError: Model architectures ['Odd'] are not supported for now")
+        return
+    answer(ready={"positions": arguments.get("max_model_len", 64), "vocabulary": len(table)})
+    live: dict[int, dict[str, Any]] = {}
+    steps = 0
+    for line in sys.stdin:
+        message = json.loads(line)
+        with (folder / "messages.jsonl").open("a") as log:
+            log.write(line)
+        for request in message.get("add", ()):
+            live[request["id"]] = {**request, "last": request["prompt"][-1], "given": 0}
+        for number in message.get("abort", ()):
+            live.pop(number, None)
+        if "reset" in message:
+            answer(reset=True)
+        while live and "abort" not in message:
+            steps += 1
+            if mode == "killed" and steps > 4:
+                print("the pretended engine is killed", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(live, table)
+
+
+def step(live: dict[int, dict[str, Any]], table: list[list[float]]) -> None:
+    tokens, logits, ended = [], [], []
+    for number, request in list(live.items()):
+        row = table[request["last"]]
+        sampling = request["sampling"]
+        request["last"] = row.index(max(row))
+        request["given"] += 1
+        tokens.append([number, [request["last"]]])
+        if request["logits"]:
+            logits.append([number, base64.b64encode(struct.pack(f"{len(row)}f", *row)).decode() + "\n"])
+        if request["given"] == sampling["max_tokens"] or request["last"] in sampling.get("stop_token_ids", ()):
+            ended.append(number)
+            del live[number]
+    if logits:
+        answer(logits=logits)
+    answer(tokens=tokens)
+    if ended:
+        answer(ended=ended)
+
+
+if __name__ == "__main__":
+    if sys.argv[-1] == "--describe":
+        has_vllm = (Path(sys.argv[1]) / "mode").read_text() != "no vllm"
+        print(json.dumps(VERSIONS if has_vllm else {**VERSIONS, "vllm": None}))
+    else:
+        run(Path(sys.argv[1]))

@@ -1,0 +1,324 @@
+"""vLLM generates in an environment of its own: the messages by a pretended engine, its tokens by a real one if there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chat_models import byte_level_tokenizer
+from command import Command
+from hypothesis import given
+from hypothesis import strategies as st
+from pretended_vllm import make_interpreter
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import upshift
+from upshift.errors import JobFailed, RequestError
+from upshift.inference.generation.engines.text_engine import Progress, TextRequest
+from upshift.inference.generation.text_batches import follow_texts, time_texts
+
+REAL = os.environ.get("UPSHIFT_VLLM_PYTHON")  # tests/conftest.py hides it from races
+NEEDS_REAL = pytest.mark.skipif(not REAL, reason="UPSHIFT_VLLM_PYTHON names no environment that has vLLM")
+SIZES: dict[str, Any] = {
+    "vocab_size": 360, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
+PROMPTS = ["the model writes", "a", "north and north", "roads to every question"]
+NEW = 12
+
+
+def save(folder: Path, *, layers: int, is_table: bool = False) -> str:
+    """Save a model. With ``is_table`` its layers add nothing, so that its logits depend on the last token alone."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers))
+    for layer in model.model.layers if is_table else ():
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    model.save_pretrained(folder)
+    byte_level_tokenizer(None).save_pretrained(folder)
+    return str(folder)
+
+
+def by_transformers(model: str, prompts: Sequence[str], **options: Any) -> list[list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    answers = []
+    for prompt in byte_level_tokenizer(None)(list(prompts)).input_ids:
+        output = reference.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+class Pretended:
+    """A model, and the folder of a pretended engine that knows it."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+        with torch.no_grad():
+            self.table = loaded(torch.arange(SIZES["vocab_size"])[:, None]).logits[:, 0].tolist()
+        self.python = make_interpreter(folder, self.table)
+
+    def generator(self, **options: Any) -> upshift.Generator:
+        return upshift.Generator(self.model, engine="vllm", engine_python=self.python, **options)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "start.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def pretended(tmp_path_factory: pytest.TempPathFactory) -> Pretended:
+    model = save(tmp_path_factory.mktemp("model"), layers=1, is_table=True)
+    return Pretended(model, tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture
+def mode(pretended: Pretended) -> Iterator[Path]:
+    """The file that says how the pretended engine misbehaves, in this test alone."""
+    yield pretended.folder / "mode"
+    (pretended.folder / "mode").write_text("")
+
+
+def test_its_texts_are_transformers_own_and_the_setup_is_its_arguments(pretended: Pretended) -> None:
+    generator = pretended.generator()
+    expected = by_transformers(pretended.model, PROMPTS)
+    assert [answer.tokens for answer in generator.generate(PROMPTS, max_new_tokens=NEW)] == expected
+    assert generator.race is not None and generator.race.chosen.label() == "vllm fp32"
+    (run,) = (run for run in generator.race.runs if run.setup.engine == "vllm")
+    assert run.same_tokens == 1.0 and run.largest_difference is not None and run.largest_difference < 1e-5
+    assert run.load_seconds and run.seconds_for(1.0) > run.load_seconds
+    assert pretended.start["model"] == pretended.model and pretended.start["dtype"] == "float32"
+    assert pretended.start["max_num_seqs"] == len(PROMPTS)
+    # The next call takes the same process: sampling is the user's, texts end at stop strings, and a stream may be left.
+    text = byte_level_tokenizer(None).decode(expected[0])
+    (answer,) = generator.generate(PROMPTS[:1], max_new_tokens=NEW, stop_strings=text[3])
+    assert answer.ending == "stop" and text[3] in answer.text and answer.tokens == expected[0][: len(answer.tokens)]
+    stream = generator.stream(PROMPTS[0], max_new_tokens=NEW)
+    next(stream)
+    stream.close()
+    generator.generate(PROMPTS[:2], max_new_tokens=3, do_sample=True, temperature=0.5, top_k=7, min_p=0.1, seed=3)
+    added = [json.loads(line) for line in (pretended.folder / "messages.jsonl").read_text().splitlines()]
+    first, second = (request["sampling"] for request in added[-1]["add"])
+    assert first["temperature"] == 0.5 and first["top_k"] == 7 and first["min_p"] == 0.1 and first["max_tokens"] == 3
+    assert first["seed"] != second["seed"] and first["stop_token_ids"] == [2]
+
+
+def test_what_the_user_fixes_replaces_what_the_setup_says(pretended: Pretended, upshift: Command, tmp_path: Path) -> None:
+    fixed = {"max_num_seqs": 3, "kv_cache_dtype": "fp8", "enable_prefix_caching": False, "gpu_memory_utilization": 0.5}
+    options = [word for name, value in fixed.items() for word in ("--engine-set", f"{name}={json.dumps(value).strip(chr(34))}")]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    output = tmp_path / "answers.jsonl"
+    answer = upshift(
+        "generate", pretended.model, "--prompts", prompts, "--output", output, "--max-new-tokens", NEW, "--engine", "vllm",
+        "--engine-python", pretended.python, *options,
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    assert pretended.start.items() >= fixed.items()
+    assert len(output.read_text().splitlines()) == len(PROMPTS) and "Chosen: vllm fp32" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tensor_parallel_size": 3}, "does not divide the 4 heads"),
+        ({"pipeline_parallel_size": 2}, "more than the 1 layers"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"max_model_len": 65}, "more than the 64 positions"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"block_sizes": 3}, "use one of dtype, tensor_parallel_size"),
+    ],
+)
+def test_arguments_that_are_not_possible_are_refused_before_anything_starts(
+    pretended: Pretended, arguments: dict[str, Any], text: str
+) -> None:
+    (pretended.folder / "start.json").unlink(missing_ok=True)
+    with pytest.raises(RequestError, match=text):
+        pretended.generator(engine_arguments=arguments)
+    assert not (pretended.folder / "start.json").exists()
+
+
+def test_environments_that_have_no_vllm_are_one_line(
+    pretended: Pretended, upshift: Command, mode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("generate", pretended.model, "--prompt", "a", "--max-new-tokens", 2)
+    mode.write_text("no vllm")
+    no_python = tmp_path / "text"
+    no_python.write_text("no program")
+    wrong = {
+        "has no vLLM": ("--engine-python", pretended.python), "does not exist": ("--engine-python", tmp_path / "no"),
+        "is a folder": ("--engine-python", tmp_path), "does not run as a Python": ("--engine-python", no_python),
+        "give --engine-python PATH": ("--engine", "vllm"), "no environment that has it": ("--engine-set", "max_num_seqs=2"),
+        "has no value": ("--engine-set", "max_num_seqs"),
+        "is for --engine vllm": ("--engine", "torch", "--engine-python", pretended.python),
+    }  # fmt: skip
+    for text, options in wrong.items():
+        answer = upshift(*ask, *options)
+        assert answer.code == 2 and text in answer.err and len(answer.err.strip().splitlines()) == 1, answer.err
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(tmp_path / "no"))
+    answer = upshift(*ask)
+    assert answer.code == 2 and "the environment variable UPSHIFT_VLLM_PYTHON" in answer.err
+
+
+def test_the_doctor_says_what_the_environment_has(
+    pretended: Pretended, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
+    found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
+    (finding,) = (one for one in found if one["subject"] == "vllm")
+    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"]
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(tmp_path / "no"))
+    answer = upshift("doctor", "--quick", "--output", tmp_path)
+    assert answer.code == 1 and "does not exist" in answer.out
+
+
+def test_a_server_says_that_it_has_no_engine_of_whole_requests(pretended: Pretended) -> None:
+    with pytest.raises(RequestError, match="leave out --engine vllm"):
+        pretended.generator(stepwise=True)
+
+
+def test_options_that_vllm_lacks_leave_it_out_of_a_race(pretended: Pretended) -> None:
+    with pytest.raises(RequestError, match="vllm has no no_repeat_ngram_size"):
+        pretended.generator().generate(PROMPTS, max_new_tokens=NEW, no_repeat_ngram_size=2)
+    generator = upshift.Generator(pretended.model, engine_python=pretended.python)
+    answers = generator.generate(PROMPTS, max_new_tokens=NEW, no_repeat_ngram_size=2)
+    assert [answer.tokens for answer in answers] == by_transformers(pretended.model, PROMPTS, no_repeat_ngram_size=2)
+    assert generator.race is not None and not any(run.setup.engine == "vllm" for run in generator.race.runs)
+
+
+def test_a_killed_engine_a_long_prompt_and_an_unknown_model_are_one_line(
+    pretended: Pretended, upshift: Command, mode: Path, tmp_path: Path
+) -> None:
+    generator = pretended.generator(engine_arguments={"max_model_len": 24})
+    generator.generate(PROMPTS, max_new_tokens=NEW)
+    with pytest.raises(RequestError, match=r"prompt 1 has 18 tokens, with an answer of 9 more than the 24 positions"):
+        generator.generate(["north roads trees rivers x y z u v w"], max_new_tokens=9)
+    pretended.generator().generate(PROMPTS, max_new_tokens=NEW)
+    mode.write_text("killed")
+    killed = pretended.generator()
+    with pytest.raises(JobFailed, match=r"ended with signal 9 \(SIGKILL\): the pretended engine is killed") as failed:
+        killed.generate(PROMPTS, max_new_tokens=NEW)  # its race is recalled
+    assert "\n" not in str(failed.value)
+    mode.write_text("unknown model")
+    other = tmp_path / "python"  # not the interpreter of the races before
+    other.symlink_to(pretended.python)
+    answer = upshift(
+        "generate", pretended.model, "--prompt", "a", "--max-new-tokens", NEW, "--engine", "vllm", "--engine-python", other
+    )
+    (line,) = (line for line in answer.err.splitlines() if line.startswith("upshift:"))
+    assert answer.code == 2 and "Model architectures ['Odd'] are not supported" in line and "Traceback" not in answer.err
+
+
+class TableEngine:
+    """An engine in this process whose next logits depend on the last token alone."""
+
+    weight_bytes = 0
+    positions = 100
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+        self.begun = 0
+        self.live: dict[int, tuple[int, int]] = {}  # the last token, and the tokens that are still to come
+
+    def check(self, prompt_tokens: int, new_tokens: int, name: str) -> None: ...
+
+    def sampling(self, sequence: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def greedy(self, new_tokens: int) -> dict[str, Any]:
+        return {"count": new_tokens}
+
+    def add(self, requests: Any) -> list[int]:
+        numbers = []
+        request: TextRequest
+        for request in requests:
+            self.begun += 1
+            self.live[self.begun] = (request.prompt[-1], request.sampling["count"])
+            numbers.append(self.begun)
+        return numbers
+
+    def step(self) -> list[Progress]:
+        steps = []
+        for number, (last, left) in list(self.live.items()):
+            token = int(self.table[last].argmax())
+            steps.append(Progress(number, [token], self.table[last][None], has_ended=left == 1))
+            self.live[number] = (token, left - 1)
+            if left == 1:
+                del self.live[number]
+        return steps
+
+    def abort(self, requests: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@given(seed=st.integers(0, 1000), followed=st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_an_engine_that_chooses_by_itself_follows_any_tokens(seed: int, followed: list[int]) -> None:
+    """Its logits are those after the tokens to follow, not those after its own."""
+    table = np.random.default_rng(seed).normal(size=(5, 5)).astype(np.float32)
+    tokens = np.array([followed, followed[::-1]]).T
+    prompts = [[1, 3], [2]]
+    logits = follow_texts(TableEngine(table), prompts, tokens)
+    before = np.concatenate([[[3, 2]], tokens[:-1]])
+    np.testing.assert_array_equal(logits, table[before])
+    assert len(time_texts(TableEngine(table), prompts, len(tokens))) == len(tokens)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, upshift.Generator]]:
+    """A model, and a generator with the real engine. It starts twice, which takes a minute."""
+    model = save(tmp_path_factory.mktemp("real"), layers=2)
+    yield model, upshift.Generator(model, engine="vllm", engine_python=REAL)
+
+
+@NEEDS_REAL
+def test_vllm_writes_what_transformers_writes(real: tuple[str, upshift.Generator]) -> None:
+    model, generator = real
+    expected = by_transformers(model, PROMPTS)
+    assert [answer.tokens for answer in generator.generate(PROMPTS, max_new_tokens=NEW)] == expected
+    end = expected[0][5]
+    ended = [row[: row.index(end) + 1] if end in row else row for row in expected]
+    assert [answer.tokens for answer in generator.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=[end])] == ended
+    penalized = by_transformers(model, PROMPTS, repetition_penalty=1.5)
+    assert [answer.tokens for answer in generator.generate(PROMPTS, max_new_tokens=NEW, repetition_penalty=1.5)] == penalized
+    sampled = [generator.generate(PROMPTS, max_new_tokens=NEW, do_sample=True, seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    shared = ["north roads trees rivers " + prompt for prompt in PROMPTS]  # a beginning that vLLM computes once
+    assert [answer.tokens for answer in generator.generate(shared, max_new_tokens=NEW)] == by_transformers(model, shared)
+    stream = generator.stream(PROMPTS[0], max_new_tokens=40)
+    next(stream)
+    stream.close()  # its request is aborted
+    assert generator.generate(PROMPTS, max_new_tokens=NEW)[2].tokens == expected[2]
+
+
+@NEEDS_REAL
+def test_a_killed_vllm_is_one_line_and_leaves_no_process(real: tuple[str, upshift.Generator]) -> None:
+    _, generator = real
+    generator.generate(PROMPTS, max_new_tokens=NEW)
+    assert generator.text_engine is not None
+    os.kill(generator.text_engine.pid, signal.SIGKILL)
+    with pytest.raises(JobFailed, match=r"the engine vllm ended with signal 9") as failed:
+        generator.generate(PROMPTS, max_new_tokens=NEW)
+    assert "\n" not in str(failed.value)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(generator.text_engine.pid, 0)
+
+
+@NEEDS_REAL
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_two_ranks_share_the_heads(real: tuple[str, upshift.Generator]) -> None:
+    model, _ = real
+    halves = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"tensor_parallel_size": 2})
+    answers = halves.generate(PROMPTS, max_new_tokens=NEW)
+    assert [answer.tokens for answer in answers] == by_transformers(model, PROMPTS)
