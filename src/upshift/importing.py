@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+FEW_OBJECTS = 10_000  # collected as any others: torch alone makes a quarter of a million. To count frozen ones visits all of them
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -15,10 +17,12 @@ def importing() -> Iterator[None]:
     and the first collections afterwards would visit them once for each of the three generations."""
     was_enabled = gc.isenabled()
     gc.disable()
+    before = gc.get_count()[0]
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else the caller excludes frozen objects from every collection
+        is_large = gc.get_count()[0] - before > FEW_OBJECTS
+        if is_large and not gc.get_freeze_count():  # else the caller excludes frozen objects from every collection
             gc.freeze()
             gc.unfreeze()  # moves all objects to the oldest generation without visiting them
         if was_enabled:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_profile import make_profile
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.hardware import describe
 from upshift.planning import optimizers
 from upshift.planning.optimizers import check_library, has_gpu_code
+from upshift.planning.search import space
+from upshift.planning.workload import Workload
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,20 @@ def test_a_missing_library_has_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(optimizers.EXTRAS, "no_such_library_at_all", "gpu")
     with pytest.raises(MissingExtra):
         check_library("no_such_library_at_all", purpose="optim=made_up", on_gpu=True)
+
+
+@pytest.mark.parametrize(("allow", "libraries"), [((), set()), (("8bit-optimizer",), {"bitsandbytes", "torchao"})])
+def test_a_library_is_looked_for_only_where_its_optimizer_is_allowed(
+    allow: tuple[str, ...], libraries: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for one visits every folder of sys.path, and a search lists the choices hundreds of times."""
+    looked_for = set()
+
+    def find(library: str) -> None:
+        looked_for.add(library)
+
+    monkeypatch.setattr(space, "find_spec", find)
+    monkeypatch.setattr(optimizers, "find_spec", find)
+    workload = Workload(sequence_length=1024, global_batch=8, allow=allow)
+    assert space.choices(describe("4xh100"), make_profile(), workload)["optim"]
+    assert looked_for == libraries

@@ -167,7 +167,7 @@ def test_after_a_plan_is_removed_the_next_one_has_what_the_user_fixed(tmp_path: 
 
     limits = {"obeys": lambda plan: not breaks(plan)} if limited == "fields" else {"limit_bytes": 100}
     path = tmp_path / "proof.json"
-    first = proof(Machine(takes=lambda plan: 1.0, result=result), **limits)
+    first = proof(Machine(takes=lambda plan: 2.0, result=result), **limits)
     assert len(first.tried) > 4 and sum(breaks(entry.candidate.plan) for entry in first.tried) > 1
     store_proof(path, first)
     chosen = [first.chosen.candidate.plan]

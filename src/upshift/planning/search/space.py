@@ -439,8 +439,9 @@ def _optimizers(host: Host, workload: Workload) -> list[str]:
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
         runs_here = (host.device == "cuda" or not facts.cuda_only) and not (facts.compiles and lacks_compiler(host))
-        has_library = facts.library is None or (has_gpu_code if facts.cuda_only else _is_installed)(facts.library)
-        if allowed and runs_here and name not in ALIASES and has_library:
+        if not allowed or not runs_here or name in ALIASES:
+            continue  # its library need not be looked for, which every folder of sys.path takes time for
+        if facts.library is None or (has_gpu_code if facts.cuda_only else _is_installed)(facts.library):
             names.append(name)
     return names
 
