@@ -33,7 +33,8 @@ from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers
 
 Prepare = Callable[[str], TrainingData]
-RISING = {"learning_rate": 0.5, "warmup_steps": 0, "lr_scheduler_type": "constant"}  # the held-out loss rises after some steps
+# Steps this long go far beyond any minimum, on every processor: the held-out loss rises after the first evaluations.
+RISING = {"learning_rate": 2.0, "warmup_steps": 0, "lr_scheduler_type": "constant"}
 BEST: dict[str, Any] = {
     "eval_steps": 2,
     "save_steps": 2,
@@ -78,7 +79,7 @@ def test_the_run_ends_early_with_its_best_model(best: tuple[Path, Record, list[E
     assert record.measured and record.measured.evaluation_loss == losses[step] and record.details["model_step"] == step
     assert next(event for event in events if isinstance(event, Finished)).reason == record.details["end"] == "early stopping"
     assert last == step + 3 * 2 < 40 and losses[last] > losses[step]
-    assert held_out_loss(output, prepared("llama")) == pytest.approx(losses[step], abs=1e-4)
+    assert held_out_loss(output, prepared("llama")) == pytest.approx(losses[step], rel=1e-5)
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(best: tuple[Path, Record, list[Event]]) -> None:
