@@ -54,6 +54,14 @@ class EngineRequest(Value):
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 
 
+class TemplateOptions(Value):
+    """The options of a request for the chat template. ``variables`` is a JSON object, for the reason in ``Generate``."""
+
+    variables: str = "{}"
+    effort: str | None = Field(None, description="of reasoning")
+    thinking: bool | None = Field(None, description="whether to reason; None: as the template does by itself")
+
+
 class Generate(Value):
     """A request for one text.
 
@@ -73,6 +81,8 @@ class Generate(Value):
     forced_tools: tuple[str, ...] = Field((), description="names of tools: the answer is a call of one of them")
     max_calls: int | None = Field(None, description="of tools in the answer")
     top: int | None = None
+    template: TemplateOptions = TemplateOptions()
+    reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
 
 
 class Embed(Value):
@@ -150,14 +160,17 @@ class ToolCall(Value):
 class Piece(Value):
     """The next part of an answer's text.
 
-    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused from the
+    ``reasoning`` comes before the text and is no part of it. ``tokens`` is the number of tokens in this piece, and
+    ``reasoning_tokens`` of those in the reasoning. ``cached_tokens`` is the number of prompt tokens that were reused from the
     cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
     if the request asks for them, without the token that ends the text. ``ending`` is set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
     text: str
+    reasoning: str = ""
     tokens: int
+    reasoning_tokens: int = 0
     prompt_tokens: int
     cached_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
@@ -167,7 +180,7 @@ class Piece(Value):
     @property
     def is_empty(self) -> bool:
         """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
-        return not (self.text or self.calls or self.scores or self.ending)
+        return not (self.text or self.reasoning or self.calls or self.scores or self.ending)
 
 
 class Vector(Value):

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
-from upshift.serving.messages import Generate, Piece, Prompt
+from upshift.serving.messages import Generate, Piece, Prompt, TemplateOptions
 from upshift.text import find_lone_surrogate
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -82,6 +82,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NOT_KEPT = "taken, and not kept"
 MAX_TOOLS = 128
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -286,6 +287,8 @@ class Message(Body):
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = Field(None, description="taken; chat templates have no place for it")
     annotations: Annotated[list[Any], Field(max_length=0)] = []
+    reasoning_content: str | None = Field(None, description="of an earlier answer, if the chat template has a place for it")
+    reasoning: str | None = Field(None, description="the same under another name")
     tool_calls: list[MessageCall] = []
     tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
 
@@ -306,6 +309,9 @@ class Message(Body):
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": text}
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning and role == "assistant":
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -333,6 +339,11 @@ class ChatRequest(SamplingRequest):
         "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    reasoning_effort: Effort | None = Field(None, description="for the chat template")
+    enable_thinking: bool | None = Field(None, description="not OpenAI's; for the chat template: whether the model reasons")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="not OpenAI's; variables of the chat template")
+    thinking_token_budget: int | None = Field(None, ge=0, description="not OpenAI's; tokens after which the reasoning ends")
+    include_reasoning: bool = Field(True, description="not OpenAI's; false: the answer leaves the reasoning out")
 
     def check(self) -> None:
         for position, message in enumerate(self.messages):
@@ -365,7 +376,11 @@ class ChatRequest(SamplingRequest):
         return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
-        request = super().engine_request(prompt, seed=seed)
+        request = (
+            super()
+            .engine_request(prompt, seed=seed)
+            .model_copy(update={"template": self._template_options, "reasoning_budget": self.thinking_token_budget})
+        )
         if not self._offered_tools:
             return request
         return request.model_copy(
@@ -375,6 +390,11 @@ class ChatRequest(SamplingRequest):
                 "max_calls": None if self.parallel_tool_calls else 1,
             }
         )
+
+    @property
+    def _template_options(self) -> TemplateOptions:
+        variables = json.dumps(self.chat_template_kwargs)
+        return TemplateOptions(variables=variables, effort=self.reasoning_effort, thinking=self.enable_thinking)
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
@@ -450,22 +470,28 @@ class PromptTokens(BaseModel):
     cached_tokens: int = Field(0, description="that were computed for an earlier request")
 
 
+class CompletionTokens(BaseModel):
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     prompt_tokens_details: PromptTokens = PromptTokens()
     completion_tokens: int = 0
+    completion_tokens_details: CompletionTokens = CompletionTokens()
     total_tokens: int
 
     @classmethod
-    def from_pieces(cls, prompts: list[Piece], completion_tokens: int) -> Usage:
+    def from_pieces(cls, prompts: list[Piece], completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
         """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
-        ``completion_tokens`` counts the tokens of all choices."""
+        ``completion_tokens`` counts the tokens of all choices, and ``reasoning_tokens`` those of them in reasoning."""
         prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
         cached_tokens = sum(piece.cached_tokens for piece in prompts)
         return cls(
             prompt_tokens=prompt_tokens,
             prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
             completion_tokens=completion_tokens,
+            completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
             total_tokens=prompt_tokens + completion_tokens,
         )
 

@@ -79,7 +79,9 @@ class Answer:
         self.request = request
         self._texts: dict[int, list[str]] = {}
         self._last_pieces: dict[int, Piece] = {}
+        self._reasoning: defaultdict[int, list[str]] = defaultdict(list)
         self._token_counts: dict[int, int] = {}
+        self._reasoning_tokens = 0
         self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
@@ -88,6 +90,8 @@ class Answer:
         """Append a piece to its choice. Return the calls of tools in the piece, in OpenAI's form."""
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
+        self._reasoning[index].append(piece.reasoning)
+        self._reasoning_tokens += piece.reasoning_tokens
         self._last_pieces[index] = piece
         self._token_counts[index] = self._token_counts.get(index, 0) + piece.tokens
         for score in piece.scores:
@@ -101,7 +105,7 @@ class Answer:
     def usage(self) -> Usage:
         """Return the token counts so far. Choices of the same prompt count the prompt once."""
         first_choices = {index // self.request.n: self._last_pieces[index] for index in sorted(self._last_pieces, reverse=True)}
-        return Usage.from_pieces(list(first_choices.values()), sum(self._token_counts.values()))
+        return Usage.from_pieces(list(first_choices.values()), sum(self._token_counts.values()), self._reasoning_tokens)
 
     def body(self) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -115,11 +119,15 @@ class Answer:
         return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
-        """Return the message of a choice. Beside calls, a text of white space is no content."""
+        """Return the message of a choice. Beside calls or reasoning, a text of white space is no content."""
         calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[index]]
-        if not calls:
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": text if text.strip() else None, "tool_calls": calls}
+        more = self._format_reasoning("".join(self._reasoning[index])) | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": text if text.strip() or not more else None, **more}
+
+    def _format_reasoning(self, reasoning: str) -> dict[str, str]:
+        """Return the fields of a message, or of a part of one, for its reasoning: under both names that clients read."""
+        is_wanted = isinstance(self.request, ChatRequest) and self.request.include_reasoning
+        return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning and is_wanted else {}
 
     def _finish_reason(self, index: int) -> str | None:
         """Return why a choice ended, or None if it goes on."""
@@ -131,7 +139,9 @@ class Answer:
         index, piece = choice
         content: dict[str, Any]
         if isinstance(self.request, ChatRequest):
-            delta: dict[str, Any] = {"content": piece.text} if piece.text or not calls else {}
+            delta: dict[str, Any] = self._format_reasoning(piece.reasoning)
+            if piece.text or not (calls or delta):
+                delta["content"] = piece.text
             if calls:
                 delta["tool_calls"] = calls
             content = {"delta": delta | ({"role": "assistant"} if first else {})}

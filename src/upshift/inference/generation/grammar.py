@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,18 @@ from upshift.errors import RequestError
 
 # Between the parts of a JSON value. Without a limit, small models write spaces without end.
 WHITESPACE = r"[ \n]{0,16}"
+
+
+class TokenGuide(Protocol):
+    """What decides which tokens may come next."""
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits [V] in which the tokens that must not come next are -inf."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Append an allowed token. Return whether no token can follow it."""
+        ...
 
 
 class Grammars:

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as process
 
-from upshift.inference.generation.grammar import Grammar
+from upshift.inference.generation.grammar import TokenGuide
 from upshift.inference.generation.options import GenerationOptions
 
 Ending = Literal["eos", "stop", "length"]
@@ -38,7 +38,7 @@ class GeneratedSequence:
         tokenizer: Any,
         *,
         start: int | None = None,
-        grammar: Grammar | None = None,
+        grammar: TokenGuide | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt

@@ -1,6 +1,4 @@
-"""Generate text in an engine's process: race the engines, measure what the server can promise, then answer requests.
-
-Tokens become text that may be shown: whole characters, and nothing of a stop string."""
+"""Generate text in an engine's process: race the engines, measure what the server can promise, then answer requests."""
 
 from __future__ import annotations
 
@@ -8,18 +6,18 @@ import json
 import queue
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.generation.generator import Generator
-from upshift.inference.generation.grammar import Grammar, Grammars
+from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -27,22 +25,28 @@ from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
-from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
-from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, partial_length
+from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.reasoning import (
+    END_TOKENS,
+    ReasoningForm,
+    ReasoningGuide,
+    ReasoningStream,
+    begins_reasoning,
+    find_reasoning_form,
+    template_reasoning,
+)
+from upshift.serving.engine.scheduler import Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call
 from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
-    Ending,
     EngineRequest,
     Generate,
     Heartbeat,
-    Piece,
     Ready,
     Refused,
-    TokenScore,
-    ToolCall,
 )
 from upshift.value import Value
 
@@ -50,7 +54,6 @@ FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 1 / 60  # between messages: a screen shows no more pictures, and a message takes 0.3 ms of a core
 DEFAULT_ANSWER_TOKENS = 1024  # if neither the request nor the model's positions limit the answer to fewer
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 
 
 def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
@@ -94,30 +97,6 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
 
 def _send_pieces(send: Callable[[list[Value]], None], messages: list[Value], new_tokens: list[NewToken]) -> None:
     send([*messages, *make_pieces(new_tokens)])
-
-
-class OpenRequest(NamedTuple):
-    """A request that is being answered. ``token_bytes`` returns the bytes of a token. ``calls`` is None without tools."""
-
-    ticket: Ticket
-    stream: TextStream
-    token_bytes: Callable[[int], bytes]
-    calls: CallStream | None = None
-
-
-class NewToken(NamedTuple):
-    """A token that the last pass added to an answer. ``is_first`` marks the first token of its text."""
-
-    request: OpenRequest
-    token: int
-    ending: str | None
-    is_first: bool
-    logprob: TokenLogprob | None
-
-    @property
-    def is_urgent(self) -> bool:
-        """Return whether the client waits for this token: the first and the last one of a text."""
-        return self.is_first or self.ending is not None
 
 
 class GenerationWorker:
@@ -219,15 +198,35 @@ class GenerationWorker:
             sequence = self._make_sequence(message)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        is_conversation = not isinstance(message.prompt, str) and not _is_token_ids(message.prompt)
+        is_conversation = _is_chat(message.prompt)
         ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
         refused = self.scheduler.add(ticket)
         if refused is None:
             calls = self._open_calls(message)
-            decode = self._decode_text if calls is None else self._tools.decoder(self._stream_tokenizer)
+            reasoning = self._open_reasoning(message, sequence.prompt)
+            markers = "" if calls is None else self._tools.markers
+            markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
+            decode = self._tools.decoder(self._stream_tokenizer, markers) if markers else self._decode_text
             stream = TextStream(decode, sequence.options.stop_strings)
-            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls)
+            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls, reasoning)
         return refused
+
+    @cached_property
+    def _reasoning_form(self) -> ReasoningForm | None:
+        return find_reasoning_form(self._tools)
+
+    def _begins_reasoning(self, prompt: list[int]) -> bool | None:
+        """Return what ``begins_reasoning`` says about a prompt of a chat."""
+        form = self._reasoning_form
+        if form is None:
+            return None
+        end = prompt[-(len(form.markers.encode()) + END_TOKENS) :]
+        return begins_reasoning(form, self.generator.prompts.tokenizer.decode(end, skip_special_tokens=False))
+
+    def _open_reasoning(self, request: Generate, prompt: list[int]) -> ReasoningStream | None:
+        """Return the stream of the reasoning in an answer, or None if there is none."""
+        is_open = self._begins_reasoning(prompt) if _is_chat(request.prompt) else None
+        return None if is_open is None or self._reasoning_form is None else ReasoningStream(self._reasoning_form, is_open=is_open)
 
     def _open_calls(self, request: Generate) -> CallStream | None:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
@@ -299,7 +298,7 @@ class GenerationWorker:
         self._check_context(ids, options)
         if request.top is not None:
             self._grammars.check()
-        grammar = self._make_grammar(request)
+        grammar = self._make_guide(request, ids, options)
         return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
 
     def _read_prompt(self, request: Generate) -> list[int]:
@@ -307,12 +306,32 @@ class GenerationWorker:
         prompt: Any = request.prompt
         if _is_token_ids(prompt):
             return list(prompt)
-        uses_tools = not isinstance(prompt, str) and any(set(message) - {"role", "content"} for message in prompt)
-        if request.tools is None and not uses_tools:
+        if isinstance(prompt, str):
             return self.generator.prompts.tokenize([prompt])[0]
         if not self.generator.prompts.tokenizer.chat_template:
             raise RequestError("the model has no chat template; give a text to /v1/completions")
-        return self._tools.tokenize(prompt, None if request.tools is None else json.loads(request.tools))
+        form = self._reasoning_form
+        variables = self._tools.read_variables(request.template, reasons=form is not None)
+        messages = template_reasoning(prompt, form)
+        uses_tools = any(set(message) - {"role", "content"} for message in messages)
+        if request.tools is None and not uses_tools and not variables:
+            return self.generator.prompts.tokenize([messages])[0]
+        return self._tools.tokenize(messages, None if request.tools is None else json.loads(request.tools), variables)
+
+    def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
+        """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
+        grammar = self._make_grammar(request)
+        budget = request.reasoning_budget
+        form = self._reasoning_form if _is_chat(request.prompt) else None
+        if budget is not None and form is None:
+            raise RequestError(
+                "thinking_token_budget limits the reasoning, and the chat template of the model shows none; leave it out"
+            )
+        is_open = None if form is None or (grammar is None and budget is None) else self._begins_reasoning(ids)
+        if form is None or is_open is None:
+            return grammar
+        tokenizer = self.generator.prompts.tokenizer
+        return ReasoningGuide(tokenizer, form, is_open=is_open, budget=budget, grammar=grammar, eos_ids=options.eos_token_id)
 
     def _make_grammar(self, request: Generate) -> Grammar | None:
         """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
@@ -390,6 +409,10 @@ def check_token_ids(ids: Iterable[int], vocabulary: int | None) -> None:
         raise RequestError(f"token {largest} is not one of the model's {vocabulary:,}; leave out what it stands for")
 
 
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and not _is_token_ids(prompt)
+
+
 def _is_token_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
 
@@ -399,83 +422,3 @@ def _schemas_of_tools(tools: str) -> Mapping[str, Any]:
     """Return the JSON schemas of the tools' arguments by the tools' names."""
     functions = [tool["function"] for tool in json.loads(tools)]
     return {function["name"]: function["parameters"] for function in functions}
-
-
-def make_pieces(new_tokens: list[NewToken]) -> list[Piece | Refused]:
-    """Return one piece for each request, in the order of the requests' first tokens."""
-    tokens_by_request: dict[int, list[NewToken]] = {}
-    for token in new_tokens:
-        tokens_by_request.setdefault(token.request.ticket.id, []).append(token)
-    return [_make_piece(tokens) for tokens in tokens_by_request.values()]
-
-
-def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
-    """Return the piece of one request's new tokens, or the refusal of the request if its text cannot be decoded."""
-    last = tokens[-1]
-    ticket, stream, token_bytes, call_stream = last.request
-    calls: Sequence[ToolCall] = ()
-    try:
-        text = stream.add([token.token for token in tokens], last=last.ending is not None)
-        if call_stream is not None:
-            text, calls = call_stream.add(text, last=last.ending is not None)
-        scores = tuple(
-            _make_score(token.logprob, token_bytes) for token in tokens if token.logprob is not None and token.ending != "eos"
-        )
-    except Exception as error:  # from the tokenizer at these tokens: the server cancels this request alone
-        return Refused.from_error(ticket.id, error)
-    ending: Ending | None = None
-    if last.ending is not None:
-        ending = "length" if last.ending == "length" else "stop"
-    return Piece(
-        id=ticket.id,
-        text=text,
-        tokens=len(tokens),
-        prompt_tokens=len(ticket.sequence.prompt),
-        cached_tokens=ticket.cached_tokens,
-        calls=tuple(calls),
-        scores=scores,
-        ending=ending,
-    )
-
-
-def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenScore:
-    top = tuple(TokenScore(spelled=tuple(token_bytes(token)), logprob=value) for token, value in logprob.top)
-    return TokenScore(spelled=tuple(token_bytes(logprob.token)), logprob=logprob.logprob, top=top)
-
-
-class TextStream:
-    """The text of one answer, up to the first stop string.
-
-    ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stops = tuple(stops)
-        self._tokens: list[int] = []
-        self._decoded = 0  # tokens whose text is complete
-        self._context_start = 0  # the tokens from here on are decoded together with the next ones
-        self._held_back = ""
-        self._is_stopped = False
-
-    def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
-        if self._is_stopped:
-            return ""
-        self._tokens += tokens
-        old_text = self._decode(self._tokens[self._context_start : self._decoded])
-        text = self._decode(self._tokens[self._context_start :])
-        if len(text) > len(old_text) and (last or not text.endswith(REPLACEMENT)):
-            self._held_back += text[len(old_text) :]
-            self._context_start = self._decoded
-            self._decoded = len(self._tokens)
-        stop_offsets = [offset for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
-        if stop_offsets:
-            self._is_stopped = True
-            return self._held_back[: min(stop_offsets)]
-        held_length = 0
-        if not last:
-            held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)
-        shown_length = len(self._held_back) - held_length
-        shown = self._held_back[:shown_length]
-        self._held_back = self._held_back[shown_length:]
-        return shown
