@@ -12,7 +12,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -26,10 +26,14 @@ from starlette.routing import Route
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.serving.guard import Guard, Limits, RootPath
-from upshift.serving.messages import Embed
+from upshift.serving.messages import Detokenize, Embed
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from upshift.serving.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+)
 from upshift.serving.openai_responses import (
     FAULT,
     RESPONSES,
@@ -41,6 +45,7 @@ from upshift.serving.openai_responses import (
     merge_choices,
     refusal_of,
 )
+from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.replicas import ReplicaSet
 from upshift.versions import installed_version
 
@@ -85,6 +90,17 @@ class Server:
         ]
         usage = {"prompt_tokens": vectors.tokens, "total_tokens": vectors.tokens}
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            tokens = await engine.tokens(request.engine_request())
+            positions = None if engine.ready is None else engine.ready.positions
+        texts = tokens.texts if request.return_token_strs else None
+        return {"count": len(tokens.ids), "max_model_len": positions, "tokens": tokens.ids, "token_strs": texts}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            return {"prompt": await engine.text(Detokenize(tokens=tuple(request.tokens)))}
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [_describe_model(name) for name in self.pool.engines]}
@@ -165,9 +181,17 @@ class Server:
                 async for choice in choices:
                     yield choice
 
+    def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
+        """Return what ``_load`` does, for any task. Without a name, there must be one model."""
+        if name is None and len(self.pool.engines) > 1:
+            raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
+        chosen = next(iter(self.pool.engines)) if name is None else name
+        self._check_model(chosen)
+        return self._load(chosen, None)
+
     @asynccontextmanager
-    async def _load(self, name: str, task: str) -> AsyncIterator[tuple[ReplicaSet, float]]:
-        """Yield the loaded engine of a model, and the seconds that remain for the request."""
+    async def _load(self, name: str, task: str | None) -> AsyncIterator[tuple[ReplicaSet, float]]:
+        """Yield the loaded engine of a model, and the seconds that remain for the request. None allows any task."""
         start = time.monotonic()
         limit = self.limits.request_seconds
         async with AsyncExitStack() as contexts:
@@ -181,7 +205,8 @@ class Server:
                     raise
                 logger.error("%s could not be loaded: %s", name, error)  # in words for who started the server, with its paths
                 raise JobFailed(f"{name} could not be loaded; the server's log says why") from None
-            self._check_task(engine, name, task)
+            if task is not None:
+                self._check_task(engine, name, task)
             yield engine, limit - (time.monotonic() - start)
 
     def _count_tokens(self, answer: Answer) -> None:
@@ -246,6 +271,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.post("/v1/chat/completions", **errors)(server.chat)
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
+    app.post("/tokenize", **errors)(server.tokenize)
+    app.post("/detokenize", **errors)(server.detokenize)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)

@@ -94,6 +94,29 @@ class Embed(Value):
     dimensions: int | None = None
 
 
+class Tokenize(Value):
+    """A request for the token ids of a prompt. ``template``, ``tools`` and ``is_answered`` are for a chat.
+
+    With ``is_answered``, the template does not begin an answer after the last message."""
+
+    kind: Literal["tokenize"] = "tokenize"
+    id: int = 0  # the engine numbers them
+    prompt: str | tuple[dict[str, Any], ...]
+    add_special_tokens: bool = True
+    tools: str | None = None
+    template: TemplateOptions = TemplateOptions()
+    is_answered: bool = False
+    with_texts: bool = Field(False, description="whether the reply has the texts of the tokens, too")
+
+
+class Detokenize(Value):
+    """A request for the text of token ids."""
+
+    kind: Literal["detokenize"] = "detokenize"
+    id: int = 0  # the engine numbers them
+    tokens: tuple[int, ...]
+
+
 class Cancel(Value):
     """An order to stop a request because its client no longer waits for the answer."""
 
@@ -178,6 +201,10 @@ class Piece(Value):
     ending: Ending | None = None
 
     @property
+    def last(self) -> bool:
+        return self.ending is not None
+
+    @property
     def is_empty(self) -> bool:
         """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
         return not (self.text or self.reasoning or self.calls or self.scores or self.ending)
@@ -193,6 +220,25 @@ class Vector(Value):
     id: int
     row: str
     tokens: int
+    last: bool
+
+
+class Tokens(Value):
+    """The next token ids of a prompt, and their texts if the request asks for them."""
+
+    kind: Literal["tokens"] = "tokens"
+    id: int
+    ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+    last: bool
+
+
+class DecodedText(Value):
+    """The next part of the text of token ids."""
+
+    kind: Literal["decoded"] = "decoded"
+    id: int
+    text: str
     last: bool
 
 
@@ -230,7 +276,9 @@ class Heartbeat(Value):
     resident_bytes: int
 
 
-ToEngine = Annotated[Generate | Embed | Cancel, Field(discriminator="kind")]
-FromEngine = Annotated[Ready | Failed | Piece | Vector | Refused | Heartbeat, Field(discriminator="kind")]
-TO_ENGINE: TypeAdapter[Generate | Embed | Cancel] = TypeAdapter(ToEngine)
-FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vector | Refused | Heartbeat] = TypeAdapter(FromEngine)
+Request = Generate | Embed | Tokenize | Detokenize
+Reply = Piece | Vector | Tokens | DecodedText
+ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
+FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]
+TO_ENGINE: TypeAdapter[Request | Cancel] = TypeAdapter(ToEngine)
+FROM_ENGINE: TypeAdapter[Ready | Failed | Reply | Refused | Heartbeat] = TypeAdapter(FromEngine)

@@ -117,11 +117,8 @@ LOGPROBS_SCHEMA: dict[str, Any] = {
 }
 
 
-class RequestBody(Body):
-    """The fields of every request."""
-
-    model: str = Field(description="one of GET /v1/models")
-    user: str | None = Field(None, description=NOT_KEPT)
+class CheckedBody(Body):
+    """A whole body, whose texts are checked."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,6 +128,13 @@ class RequestBody(Body):
         if surrogate is not None:
             raise PydanticCustomError("half_a_pair", f"{surrogate} alone is no character; send whole ones")
         return body
+
+
+class RequestBody(CheckedBody):
+    """The fields of every request of OpenAI's."""
+
+    model: str = Field(description="one of GET /v1/models")
+    user: str | None = Field(None, description=NOT_KEPT)
 
 
 class StreamOptions(Body):
@@ -326,6 +330,17 @@ def _is_json_object(text: str) -> bool:
         return False
 
 
+def check_calls(messages: list[Message]) -> None:
+    """Raise RequestError for a call whose arguments are no JSON object."""
+    for position, message in enumerate(messages):
+        for call in message.tool_calls:
+            if not _is_json_object(call.function.arguments or "{}"):
+                raise RequestError(
+                    f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them as "
+                    "they came"
+                )
+
+
 class ChatRequest(SamplingRequest):
     model_config = ConfigDict(json_schema_extra=LOGPROBS_SCHEMA)
 
@@ -346,13 +361,7 @@ class ChatRequest(SamplingRequest):
     include_reasoning: bool = Field(True, description="not OpenAI's; false: the answer leaves the reasoning out")
 
     def check(self) -> None:
-        for position, message in enumerate(self.messages):
-            for call in message.tool_calls:
-                if not _is_json_object(call.function.arguments or "{}"):
-                    raise RequestError(
-                        f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them "
-                        "as they came"
-                    )
+        check_calls(self.messages)
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("two tools have the same name; give each a name of its own")

@@ -6,7 +6,7 @@ import json
 import queue
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import cached_property, lru_cache
@@ -36,17 +36,21 @@ from upshift.serving.engine.reasoning import (
     template_reasoning,
 )
 from upshift.serving.engine.scheduler import Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call
 from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
+    Detokenize,
     EngineRequest,
     Generate,
     Heartbeat,
     Ready,
     Refused,
+    TemplateOptions,
+    Tokenize,
 )
 from upshift.value import Value
 
@@ -74,12 +78,12 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
                 message = inbox.get()
                 if message is None:
                     return
-                messages += filter(None, [worker.take(message)])
+                messages += worker.answer(message)
             while not inbox.empty():
                 message = inbox.get_nowait()
                 if message is None:
                     return
-                messages += filter(None, [worker.take(message)])
+                messages += worker.answer(message)
             new_tokens += worker.run_pass()
             messages += worker.take_failures()
             now = time.monotonic()
@@ -188,7 +192,18 @@ class GenerationWorker:
             return cache_tokens // self.request.replicas
         return cache_tokens
 
-    def take(self, message: Generate | Cancel) -> Value | None:
+    def answer(self, message: Generate | Tokenize | Detokenize | Cancel) -> list[Value]:
+        """Take a message. Return what can be answered at once: tokens, or a refusal."""
+        if isinstance(message, Tokenize | Detokenize):
+            return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
+        refused = self.take(message)
+        return [] if refused is None else [refused]
+
+    def _tokenize_chat(self, request: Tokenize) -> list[int]:
+        chat: Any = request.prompt
+        return self._read_chat(chat, request.tools, request.template, is_answered=request.is_answered)
+
+    def take(self, message: Generate | Cancel) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
         if isinstance(message, Cancel):
             self.scheduler.cancel(message.id)
@@ -308,15 +323,21 @@ class GenerationWorker:
             return list(prompt)
         if isinstance(prompt, str):
             return self.generator.prompts.tokenize([prompt])[0]
+        return self._read_chat(prompt, request.tools, request.template)
+
+    def _read_chat(
+        self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions, *, is_answered: bool = False
+    ) -> list[int]:
+        """Return the token ids of a chat. ``is_answered`` says that no answer follows the last message."""
         if not self.generator.prompts.tokenizer.chat_template:
             raise RequestError("the model has no chat template; give a text to /v1/completions")
         form = self._reasoning_form
-        variables = self._tools.read_variables(request.template, reasons=form is not None)
-        messages = template_reasoning(prompt, form)
+        variables = self._tools.read_variables(template, reasons=form is not None)
+        messages = template_reasoning(chat, form)
         uses_tools = any(set(message) - {"role", "content"} for message in messages)
-        if request.tools is None and not uses_tools and not variables:
+        if tools is None and not uses_tools and not variables and not is_answered:
             return self.generator.prompts.tokenize([messages])[0]
-        return self._tools.tokenize(messages, None if request.tools is None else json.loads(request.tools), variables)
+        return self._tools.tokenize(messages, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
 
     def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
         """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
@@ -398,15 +419,6 @@ class GenerationWorker:
         if generator.longest is not None:
             max_length = max(generator.longest - max(self.output_length, WARMUP_TOKENS), 1)
         return [prompt[:max_length] for prompt in prompts]
-
-
-def check_token_ids(ids: Iterable[int], vocabulary: int | None) -> None:
-    """Raise RequestError if a token id is not below ``vocabulary``. With None, the size is unknown, and nothing is checked.
-
-    An engine fails at an id without a vector, or reads memory that is not its own."""
-    largest = max(ids, default=0)
-    if vocabulary is not None and largest >= vocabulary:
-        raise RequestError(f"token {largest} is not one of the model's {vocabulary:,}; leave out what it stands for")
 
 
 def _is_chat(prompt: Any) -> bool:

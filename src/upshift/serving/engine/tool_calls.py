@@ -55,9 +55,12 @@ class ToolTemplate(ChatTemplate):
         messages: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        is_answered: bool = False,
     ) -> list[int]:
-        """Return the token ids of a chat with tools, or with calls and results. Raise RequestError if the template does not
-        use all of it."""
+        """Return the token ids of a chat with tools, or with calls and results. ``is_answered`` says that no answer follows.
+
+        Raise RequestError if the template does not use all of it."""
         has_calls = any(message.get("tool_calls") for message in messages)
         has_results = any(message["role"] == "tool" for message in messages)
         if tools and not self._takes_tools:
@@ -71,7 +74,7 @@ class ToolTemplate(ChatTemplate):
             raise RequestError("the chat template of the model has no place for messages of the role tool; leave them out")
         text_arguments = self.format is not None and self.format.text_arguments
         chat = template_messages(messages, text_arguments=text_arguments)
-        ids: list[int] = self._apply(chat, tools, tokenize=True, variables=variables)
+        ids: list[int] = self._apply(chat, tools, tokenize=True, answers=is_answered, variables=variables)
         return ids
 
     @cached_property
