@@ -40,6 +40,7 @@ from upshift.serving.openai_responses import (
     Answer,
     Choice,
     TextRequest,
+    add_prompt,
     error_event,
     error_response,
     merge_choices,
@@ -176,10 +177,17 @@ class Server:
             texts: list[AsyncIterator[Any]] = []
             for index, prompt in enumerate(prompts):
                 pieces = engine.pieces(request.engine_request(prompt, seed=choice_seed(seed, index)))
-                texts.append(time_pieces(pieces, self.metrics, request.model))
+                timed_pieces = time_pieces(pieces, self.metrics, request.model)
+                texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
                 async for choice in choices:
                     yield choice
+
+    async def _echoed_text(self, engine: ReplicaSet, request: TextRequest, prompt: Any) -> str:
+        """Return the text of a prompt if the answer begins with it, or an empty text."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else await engine.text(Detokenize(tokens=prompt))
 
     def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
         """Return what ``_load`` does, for any task. Without a name, there must be one model."""

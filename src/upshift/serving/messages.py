@@ -81,6 +81,10 @@ class Generate(Value):
     forced_tools: tuple[str, ...] = Field((), description="names of tools: the answer is a call of one of them")
     max_calls: int | None = Field(None, description="of tools in the answer")
     top: int | None = None
+    prompt_top: int | None = Field(None, description="as top, for each token of the prompt")
+    regex: str | None = Field(None, description="a regular expression that the whole answer must match")
+    choices: tuple[str, ...] = Field((), description="texts of which the answer must be one")
+    lark: str | None = Field(None, description="a grammar of llguidance that the answer must match")
     template: TemplateOptions = TemplateOptions()
     reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
 
@@ -160,8 +164,10 @@ class TokenScore(Value):
     likeliest tokens at the same position."""
 
     spelled: tuple[int, ...] = Field(description="bytes of the token, possibly a part of a character")
-    logprob: float
+    logprob: float | None = Field(description="None for the first token of a prompt, which nothing comes before")
     top: tuple[TokenScore, ...] = ()
+    token: int = Field(0, description="id; of the tokens of a prompt, and of those beside them")
+    rank: int = Field(1, description="among all tokens at this position; likewise")
 
     @property
     def text(self) -> str:
@@ -186,7 +192,8 @@ class Piece(Value):
     ``reasoning`` comes before the text and is no part of it. ``tokens`` is the number of tokens in this piece, and
     ``reasoning_tokens`` of those in the reasoning. ``cached_tokens`` is the number of prompt tokens that were reused from the
     cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
-    if the request asks for them, without the token that ends the text. ``ending`` is set on the last piece only."""
+    if the request asks for them, without the token that ends the text, and ``prompt_scores`` those of the prompt. ``ending`` is
+    set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -198,6 +205,7 @@ class Piece(Value):
     cached_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
     scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
 
     @property

@@ -215,6 +215,7 @@ class GenerationWorker:
             return Refused.from_error(message.id, error)
         is_conversation = _is_chat(message.prompt)
         ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
+        ticket.prompt_top = message.prompt_top
         refused = self.scheduler.add(ticket)
         if refused is None:
             calls = self._open_calls(message)
@@ -223,7 +224,9 @@ class GenerationWorker:
             markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
             decode = self._tools.decoder(self._stream_tokenizer, markers) if markers else self._decode_text
             stream = TextStream(decode, sequence.options.stop_strings)
-            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls, reasoning)
+            unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
+            token_bytes = self._grammars.token_bytes
+            self._open_requests[message.id] = OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids)
         return refused
 
     @cached_property
@@ -256,8 +259,10 @@ class GenerationWorker:
             request = self._open_requests.get(ticket.id)
             if request is None:
                 continue
-            is_first = len(ticket.sequence.tokens) == 1
-            new_tokens.append(NewToken(request, token, ticket.sequence.ending, is_first, ticket.logprob))
+            sequence = ticket.sequence
+            new_tokens.append(
+                NewToken(request, token, sequence.ending, len(sequence.tokens) == 1, ticket.logprob, sequence.is_scoring)
+            )
             if ticket.sequence.ending is not None:
                 del self._open_requests[ticket.id]
         return new_tokens
@@ -311,10 +316,22 @@ class GenerationWorker:
             options = self._limit_answer(ids, options, request.default_tokens)
         options = self._end_tokens(request, options)
         self._check_context(ids, options)
-        if request.top is not None:
+        if request.top is not None or request.prompt_top is not None:
             self._grammars.check()
+        if request.prompt_top is not None and generator.start is not None:
+            raise RequestError(
+                "the model reads its prompt by an encoder, which gives its tokens no log-probabilities; ask without"
+            )
         grammar = self._make_guide(request, ids, options)
-        return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
+        return GeneratedSequence(
+            0,
+            ids,
+            options,
+            generator.prompts.tokenizer,
+            start=generator.start,
+            grammar=grammar,
+            scores_prompt=request.prompt_top is not None,
+        )
 
     def _read_prompt(self, request: Generate) -> list[int]:
         """Return the token ids of a prompt."""
@@ -361,6 +378,12 @@ class GenerationWorker:
             schemas = _schemas_of_tools(request.tools)
             forced = {name: schemas[name] for name in request.forced_tools}
             return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
+        if request.regex is not None:
+            return self._grammars.from_regex(request.regex)
+        if request.choices:
+            return self._grammars.from_choices(request.choices)
+        if request.lark is not None:
+            return self._grammars.from_lark(request.lark, "the grammar")
         return None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
 
     def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:

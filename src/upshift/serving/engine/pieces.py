@@ -16,23 +16,26 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character
 
 class OpenRequest(NamedTuple):
     """A request that is being answered. ``token_bytes`` returns the bytes of a token. ``calls`` is None without tools, and
-    ``reasoning`` is None if there is none."""
+    ``reasoning`` is None if there is none. ``unsent_ids`` has the first token of a prompt that is scored, until it is sent."""
 
     ticket: Ticket
     stream: TextStream
     token_bytes: Callable[[int], bytes]
-    calls: CallStream | None = None
-    reasoning: ReasoningStream | None = None
+    calls: CallStream | None
+    reasoning: ReasoningStream | None
+    unsent_ids: list[int]
 
 
 class NewToken(NamedTuple):
-    """A token that the last pass added to an answer. ``is_first`` marks the first token of its text."""
+    """A token that the last pass added to an answer. ``is_first`` marks the first token of its text. ``is_of_prompt`` marks a
+    token of the prompt, with its log-probability."""
 
     request: OpenRequest
     token: int
     ending: str | None
     is_first: bool
     logprob: TokenLogprob | None
+    is_of_prompt: bool = False
 
     @property
     def is_urgent(self) -> bool:
@@ -55,6 +58,8 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
     is_last = last.ending is not None
     calls: Sequence[ToolCall] = ()
     try:
+        prompt_scores = _score_prompt(request, [token.logprob for token in tokens if token.is_of_prompt])
+        tokens = [token for token in tokens if not token.is_of_prompt]
         reasoning, text, reasoning_tokens = _read_text(request, [token.token for token in tokens], last=is_last)
         if request.calls is not None:
             text, calls = request.calls.add(text, last=is_last)
@@ -78,6 +83,7 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
         cached_tokens=ticket.cached_tokens,
         calls=tuple(calls),
         scores=scores,
+        prompt_scores=prompt_scores,
         ending=ending,
     )
 
@@ -99,9 +105,24 @@ def _read_text(request: OpenRequest, tokens: list[int], *, last: bool) -> tuple[
     return reasoning, text, count
 
 
+def _score_prompt(request: OpenRequest, logprobs: list[TokenLogprob | None]) -> tuple[TokenScore, ...]:
+    """Return the scores of the next tokens of a prompt. The first token of all has no log-probability."""
+    token_bytes = request.token_bytes
+    scores = [_make_score(logprob, token_bytes) for logprob in logprobs if logprob is not None]
+    if request.unsent_ids:
+        (token,) = request.unsent_ids
+        scores.insert(0, TokenScore(spelled=tuple(token_bytes(token)), logprob=None, token=token))
+        request.unsent_ids.clear()
+    return tuple(scores)
+
+
 def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenScore:
-    top = tuple(TokenScore(spelled=tuple(token_bytes(token)), logprob=value) for token, value in logprob.top)
-    return TokenScore(spelled=tuple(token_bytes(logprob.token)), logprob=logprob.logprob, top=top)
+    top = tuple(
+        TokenScore(spelled=tuple(token_bytes(token)), logprob=value, token=token, rank=rank)
+        for rank, (token, value) in enumerate(logprob.top, start=1)
+    )
+    spelled = tuple(token_bytes(logprob.token))
+    return TokenScore(spelled=spelled, logprob=logprob.logprob, top=top, token=logprob.token, rank=logprob.rank)
 
 
 class TextStream:
