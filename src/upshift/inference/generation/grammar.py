@@ -19,7 +19,7 @@ WHITESPACE = r"[ \n]{0,16}"
 
 
 class TokenGuide(Protocol):
-    """What decides which tokens may come next."""
+    """Decide which tokens may come next."""
 
     def mask(self, logits: np.ndarray) -> np.ndarray:
         """Return logits [V] in which the tokens that must not come next are -inf."""
