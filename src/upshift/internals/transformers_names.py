@@ -67,6 +67,12 @@ RENDER_CHAT = Internal(
     "Training on chats with a chat template that marks the assistant's turns",
     "learn all tokens (--loss-on all)",
 )
+COMPILE_TEMPLATE = Internal(
+    "transformers",
+    "transformers.utils.chat_template_utils:_compile_jinja_template",
+    "Options of a chat template in requests",
+    "leave them out of the request",
+)
 
 # Declarations of a model.
 NO_SPLIT = Internal("transformers", "PreTrainedModel._no_split_modules", "Profiles of a model")

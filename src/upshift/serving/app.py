@@ -11,11 +11,11 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,21 +26,31 @@ from starlette.routing import Route
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.serving.guard import Guard, Limits, RootPath
-from upshift.serving.messages import Embed
+from upshift.serving.messages import Detokenize, Embed, Piece
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from upshift.serving.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Usage,
+)
 from upshift.serving.openai_responses import (
     FAULT,
     RESPONSES,
     Answer,
     Choice,
+    Refusal,
     TextRequest,
+    add_prompt,
     error_event,
     error_response,
     merge_choices,
     refusal_of,
 )
+from upshift.serving.protocols.responses_answers import ResponseAnswer
+from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
+from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.replicas import ReplicaSet
 from upshift.versions import installed_version
 
@@ -60,6 +70,22 @@ class Site:
     origins: tuple[str, ...] = ()
 
 
+class ProtocolAnswer(Protocol):
+    """An answer in the form of one protocol. Its methods return the events of a stream."""
+
+    def start(self) -> bytes: ...
+
+    def add(self, piece: Piece) -> bytes: ...
+
+    def finish(self, usage: Usage) -> bytes: ...
+
+    def error(self, refusal: Refusal) -> bytes: ...
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        ...
+
+
 @dataclass
 class Server:
     """The handlers of all addresses."""
@@ -67,12 +93,89 @@ class Server:
     pool: ModelPool
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     async def chat(self, request: ChatRequest) -> Response:
         return await self._generate(request, "/v1/chat/completions")
 
     async def complete(self, request: CompletionRequest) -> Response:
         return await self._generate(request, "/v1/completions")
+
+    async def respond(self, request: ResponsesRequest) -> Response:
+        earlier: list[dict[str, Any]] = []
+        if request.previous_response_id is not None:
+            earlier = self._find_response(request.previous_response_id).messages
+        chat = request.to_chat(earlier)
+        answer = ResponseAnswer(request, chat)
+
+        def keep(usage: Usage) -> None:
+            if request.store:
+                messages = [*earlier, *request.own_messages(), *answer.messages()]
+                self.responses.add(answer.body(usage), messages)
+
+        return await self._answer_chat(answer, chat, "/v1/responses", keep)
+
+    def response(self, id: str) -> dict[str, Any]:
+        return self._find_response(id).body
+
+    def delete_response(self, id: str) -> dict[str, Any]:
+        self._find_response(id)
+        self.responses.remove(id)
+        return {"id": id, "object": "response", "deleted": True}
+
+    def _find_response(self, id: str) -> StoredResponse:
+        found = self.responses.find(id)
+        if found is None:
+            raise HTTPException(404, f"the response {id!r} is not kept here, or no longer; send the whole conversation")
+        return found
+
+    async def _answer_chat(
+        self, answer: ProtocolAnswer, chat: ChatRequest, path: str, on_end: Callable[[Usage], None] = lambda usage: None
+    ) -> Response:
+        """Answer a chat in another form than that of chat completions. ``on_end`` receives the token counts of a whole answer."""
+        self._check_model(chat.model)
+        chat.check()
+        counts = Answer(chat)
+        choices = self._generate_choices(chat)
+        if chat.stream:
+            first_choice = await anext(choices)  # a request that is rejected here gets an error status instead of a stream
+            events = self._stream_protocol(answer, counts, first_choice, choices, path, on_end)
+            return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
+        async with aclosing(choices):
+            async for choice in choices:
+                counts.add(choice)
+                answer.add(choice.piece)
+        self._count_tokens(counts)
+        on_end(counts.usage)
+        return JSONResponse(answer.body(counts.usage))
+
+    async def _stream_protocol(
+        self, answer: ProtocolAnswer, counts: Answer, first_choice: Any, choices: Any, path: str, on_end: Callable[[Usage], None]
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of an answer, as ``_stream_events`` does."""
+        yield answer.start()
+        try:
+            async with aclosing(choices):
+                choice = first_choice
+                while choice is not None:
+                    counts.add(choice)
+                    yield answer.add(choice.piece)
+                    choice = await anext(choices, None)
+            on_end(counts.usage)
+            yield answer.finish(counts.usage)
+        except Exception as error:  # of any type: the client gets it as an event
+            yield answer.error(self._refuse_in_stream(error, path))
+        finally:
+            self._count_tokens(counts)
+
+    def _refuse_in_stream(self, error: Exception, path: str) -> Refusal:
+        """Count an error in a stream, and return the refusal for it."""
+        refusal = refusal_of(error)
+        if refusal is None:
+            logger.error("a stream failed", exc_info=error)
+            refusal = FAULT
+        self.metrics.requests.labels(path, f"{refusal.status} in a stream").inc()
+        return refusal
 
     async def embed(self, request: EmbeddingRequest) -> Response:
         self._check_model(request.model)
@@ -85,6 +188,17 @@ class Server:
         ]
         usage = {"prompt_tokens": vectors.tokens, "total_tokens": vectors.tokens}
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            tokens = await engine.tokens(request.engine_request())
+            positions = None if engine.ready is None else engine.ready.positions
+        texts = tokens.texts if request.return_token_strs else None
+        return {"count": len(tokens.ids), "max_model_len": positions, "tokens": tokens.ids, "token_strs": texts}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            return {"prompt": await engine.text(Detokenize(tokens=tuple(request.tokens)))}
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [_describe_model(name) for name in self.pool.engines]}
@@ -142,12 +256,7 @@ class Server:
                     choice = await anext(choices, None)
             yield answer.last_events()
         except Exception as error:  # of any type: the client gets it as an event
-            refusal = refusal_of(error)
-            if refusal is None:
-                logger.error("a stream failed", exc_info=error)
-                refusal = FAULT
-            self.metrics.requests.labels(path, f"{refusal.status} in a stream").inc()
-            yield error_event(refusal.body())
+            yield error_event(self._refuse_in_stream(error, path).body())
         finally:
             self._count_tokens(answer)
 
@@ -160,14 +269,29 @@ class Server:
             texts: list[AsyncIterator[Any]] = []
             for index, prompt in enumerate(prompts):
                 pieces = engine.pieces(request.engine_request(prompt, seed=choice_seed(seed, index)))
-                texts.append(time_pieces(pieces, self.metrics, request.model))
+                timed_pieces = time_pieces(pieces, self.metrics, request.model)
+                texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
                 async for choice in choices:
                     yield choice
 
+    async def _echoed_text(self, engine: ReplicaSet, request: TextRequest, prompt: Any) -> str:
+        """Return the text of a prompt if the answer begins with it, or an empty text."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else await engine.text(Detokenize(tokens=prompt))
+
+    def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
+        """Return what ``_load`` does, for any task. Without a name, there must be one model."""
+        if name is None and len(self.pool.engines) > 1:
+            raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
+        chosen = next(iter(self.pool.engines)) if name is None else name
+        self._check_model(chosen)
+        return self._load(chosen, None)
+
     @asynccontextmanager
-    async def _load(self, name: str, task: str) -> AsyncIterator[tuple[ReplicaSet, float]]:
-        """Yield the loaded engine of a model, and the seconds that remain for the request."""
+    async def _load(self, name: str, task: str | None) -> AsyncIterator[tuple[ReplicaSet, float]]:
+        """Yield the loaded engine of a model, and the seconds that remain for the request. None allows any task."""
         start = time.monotonic()
         limit = self.limits.request_seconds
         async with AsyncExitStack() as contexts:
@@ -181,7 +305,8 @@ class Server:
                     raise
                 logger.error("%s could not be loaded: %s", name, error)  # in words for who started the server, with its paths
                 raise JobFailed(f"{name} could not be loaded; the server's log says why") from None
-            self._check_task(engine, name, task)
+            if task is not None:
+                self._check_task(engine, name, task)
             yield engine, limit - (time.monotonic() - start)
 
     def _count_tokens(self, answer: Answer) -> None:
@@ -246,6 +371,11 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.post("/v1/chat/completions", **errors)(server.chat)
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
+    app.post("/v1/responses", **errors)(server.respond)
+    app.get("/v1/responses/{id}", **errors)(server.response)
+    app.delete("/v1/responses/{id}", **errors)(server.delete_response)
+    app.post("/tokenize", **errors)(server.tokenize)
+    app.post("/detokenize", **errors)(server.detokenize)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)
@@ -269,7 +399,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=site.origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=CORS_HEADERS,
         )

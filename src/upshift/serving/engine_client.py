@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Literal, NamedTuple
 
 from upshift import parent_process
@@ -17,6 +17,8 @@ from upshift.serving.messages import (
     FROM_ENGINE,
     MAX_LINE_BYTES,
     Cancel,
+    DecodedText,
+    Detokenize,
     Embed,
     EngineRequest,
     Failed,
@@ -25,6 +27,10 @@ from upshift.serving.messages import (
     Piece,
     Ready,
     Refused,
+    Reply,
+    Request,
+    Tokenize,
+    Tokens,
     Vector,
 )
 from upshift.value import Value
@@ -58,6 +64,13 @@ class Vectors(NamedTuple):
     tokens: int
 
 
+class TokenizedPrompt(NamedTuple):
+    """The token ids of a prompt. ``texts`` are their texts, or nothing if the request does not ask for them."""
+
+    ids: list[int]
+    texts: list[str]
+
+
 class EngineProcess:
     """The process of one engine. ``on_restart`` receives the seconds from a death until the engine was ready again."""
 
@@ -70,7 +83,7 @@ class EngineProcess:
         self.failure: Failed | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._request_ids = itertools.count(1)
-        self._inboxes: dict[int, asyncio.Queue[Piece | Vector | Refused | None]] = {}  # by request id
+        self._inboxes: dict[int, asyncio.Queue[Reply | Refused | None]] = {}  # by request id
         self._state_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
@@ -121,42 +134,60 @@ class EngineProcess:
     async def pieces(self, request: Generate) -> AsyncGenerator[Piece]:
         """Yield the pieces of an answer. When the consumer stops, cancel the request. Raise RequestRefused or
         EngineDied."""
-        request_id = next(self._request_ids)
-        inbox = self._open_inbox(request_id)
-        try:
-            await self._send(request.model_copy(update={"id": request_id}))
-            while True:
-                piece = _raise_failures(await inbox.get())
+        async with aclosing(self._replies(request)) as replies:
+            async for piece in replies:
                 assert isinstance(piece, Piece)
-                if piece.ending is not None:
-                    self._inboxes.pop(request_id, None)
-                    yield piece
-                    return
                 yield piece
-        finally:
-            await self._cancel_if_open(request_id)
 
     async def vectors(self, request: Embed) -> Vectors:
         """Return the vectors of a request. When the caller stops, cancel the request. Raise RequestRefused or
         EngineDied."""
-        request_id = next(self._request_ids)
-        inbox = self._open_inbox(request_id)
         rows: list[str] = []
         tokens = 0
-        try:
-            await self._send(request.model_copy(update={"id": request_id}))
-            while True:
-                vector = _raise_failures(await inbox.get())
+        async with aclosing(self._replies(request)) as replies:
+            async for vector in replies:
                 assert isinstance(vector, Vector)
                 rows.append(vector.row)
                 tokens += vector.tokens
-                if vector.last:
+        return Vectors(rows, tokens)
+
+    async def tokens(self, request: Tokenize) -> TokenizedPrompt:
+        """Return the tokens of a prompt. Raise RequestRefused or EngineDied."""
+        ids: list[int] = []
+        texts: list[str] = []
+        async with aclosing(self._replies(request)) as replies:
+            async for part in replies:
+                assert isinstance(part, Tokens)
+                ids += part.ids
+                texts += part.texts
+        return TokenizedPrompt(ids, texts)
+
+    async def text(self, request: Detokenize) -> str:
+        """Return the text of token ids. Raise RequestRefused or EngineDied."""
+        text = ""
+        async with aclosing(self._replies(request)) as replies:
+            async for part in replies:
+                assert isinstance(part, DecodedText)
+                text += part.text
+        return text
+
+    async def _replies(self, request: Request) -> AsyncGenerator[Reply]:
+        """Send a request, and yield the replies. When the consumer stops before the last one, cancel the request."""
+        request_id = next(self._request_ids)
+        inbox = self._open_inbox(request_id)
+        try:
+            await self._send(request.model_copy(update={"id": request_id}))
+            while True:
+                reply = _raise_failures(await inbox.get())
+                if reply.last:
                     self._inboxes.pop(request_id, None)
-                    return Vectors(rows, tokens)
+                    yield reply
+                    return
+                yield reply
         finally:
             await self._cancel_if_open(request_id)
 
-    def _open_inbox(self, request_id: int) -> asyncio.Queue[Piece | Vector | Refused | None]:
+    def _open_inbox(self, request_id: int) -> asyncio.Queue[Reply | Refused | None]:
         return self._inboxes.setdefault(request_id, asyncio.Queue())
 
     async def _cancel_if_open(self, request_id: int) -> None:
@@ -226,7 +257,7 @@ class EngineProcess:
         self._abandon_requests()
         return was_ready
 
-    def _deliver(self, answer: Piece | Vector | Refused) -> None:
+    def _deliver(self, answer: Reply | Refused) -> None:
         """Put an answer into the inbox of its request, if the request is still open."""
         if isinstance(answer, Refused) and answer.failure is not None:
             logger.error("a request failed in the engine of %s: %s", self.request.model, answer.failure)
@@ -268,7 +299,7 @@ class EngineProcess:
             await process.wait()
 
 
-def _raise_failures(answer: Piece | Vector | Refused | None) -> Piece | Vector:
+def _raise_failures(answer: Reply | Refused | None) -> Reply:
     """Return the answer. Raise RequestRefused for a rejected request, and EngineDied for None."""
     if answer is None:
         raise EngineDied("the engine died while it computed this; it is started again: try again in a moment")

@@ -22,7 +22,6 @@ from upshift.serving.openai_responses import FAULT, Refusal, error_response
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json")  # no API key is needed
-API_PREFIX = "/v1/"  # addresses that read a body
 MAX_DEPTH = 200  # of nested objects and lists
 JSON_TYPE = (b"content-type", b"application/json")
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # a request id of a client that is safe in a log
@@ -221,7 +220,7 @@ def _refuse_size(max_bytes: int) -> Refusal:
 
 def takes_body(scope: Any) -> bool:
     """Return whether the request is for an address that reads a body."""
-    return bool(scope["method"] == "POST" and route_path(scope).startswith(API_PREFIX))
+    return bool(scope["method"] == "POST")
 
 
 def check_body(scope: Any, body: bytes) -> Refusal | None:

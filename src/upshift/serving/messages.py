@@ -54,6 +54,14 @@ class EngineRequest(Value):
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 
 
+class TemplateOptions(Value):
+    """The options of a request for the chat template. ``variables`` is a JSON object, for the reason in ``Generate``."""
+
+    variables: str = "{}"
+    effort: str | None = Field(None, description="of reasoning")
+    thinking: bool | None = Field(None, description="whether to reason; None: as the template does by itself")
+
+
 class Generate(Value):
     """A request for one text.
 
@@ -73,6 +81,12 @@ class Generate(Value):
     forced_tools: tuple[str, ...] = Field((), description="names of tools: the answer is a call of one of them")
     max_calls: int | None = Field(None, description="of tools in the answer")
     top: int | None = None
+    prompt_top: int | None = Field(None, description="as top, for each token of the prompt")
+    regex: str | None = Field(None, description="a regular expression that the whole answer must match")
+    choices: tuple[str, ...] = Field((), description="texts of which the answer must be one")
+    lark: str | None = Field(None, description="a grammar of llguidance that the answer must match")
+    template: TemplateOptions = TemplateOptions()
+    reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
 
 
 class Embed(Value):
@@ -82,6 +96,29 @@ class Embed(Value):
     id: int = 0  # the engine numbers them
     texts: tuple[str | tuple[int, ...], ...] = Field(description="texts, or their token ids")
     dimensions: int | None = None
+
+
+class Tokenize(Value):
+    """A request for the token ids of a prompt. ``template``, ``tools`` and ``is_answered`` are for a chat.
+
+    With ``is_answered``, the template does not begin an answer after the last message."""
+
+    kind: Literal["tokenize"] = "tokenize"
+    id: int = 0  # the engine numbers them
+    prompt: str | tuple[dict[str, Any], ...]
+    add_special_tokens: bool = True
+    tools: str | None = None
+    template: TemplateOptions = TemplateOptions()
+    is_answered: bool = False
+    with_texts: bool = Field(False, description="whether the reply has the texts of the tokens, too")
+
+
+class Detokenize(Value):
+    """A request for the text of token ids."""
+
+    kind: Literal["detokenize"] = "detokenize"
+    id: int = 0  # the engine numbers them
+    tokens: tuple[int, ...]
 
 
 class Cancel(Value):
@@ -127,8 +164,10 @@ class TokenScore(Value):
     likeliest tokens at the same position."""
 
     spelled: tuple[int, ...] = Field(description="bytes of the token, possibly a part of a character")
-    logprob: float
+    logprob: float | None = Field(description="None for the first token of a prompt, which nothing comes before")
     top: tuple[TokenScore, ...] = ()
+    token: int = Field(0, description="id; of the tokens of a prompt, and of those beside them")
+    rank: int = Field(1, description="among all tokens at this position; likewise")
 
     @property
     def text(self) -> str:
@@ -150,24 +189,33 @@ class ToolCall(Value):
 class Piece(Value):
     """The next part of an answer's text.
 
-    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused from the
+    ``reasoning`` comes before the text and is no part of it. ``tokens`` is the number of tokens in this piece, and
+    ``reasoning_tokens`` of those in the reasoning. ``cached_tokens`` is the number of prompt tokens that were reused from the
     cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
-    if the request asks for them, without the token that ends the text. ``ending`` is set on the last piece only."""
+    if the request asks for them, without the token that ends the text, and ``prompt_scores`` those of the prompt. ``ending`` is
+    set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
     text: str
+    reasoning: str = ""
     tokens: int
+    reasoning_tokens: int = 0
     prompt_tokens: int
     cached_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
     scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.ending is not None
 
     @property
     def is_empty(self) -> bool:
         """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
-        return not (self.text or self.calls or self.scores or self.ending)
+        return not (self.text or self.reasoning or self.calls or self.scores or self.ending)
 
 
 class Vector(Value):
@@ -180,6 +228,25 @@ class Vector(Value):
     id: int
     row: str
     tokens: int
+    last: bool
+
+
+class Tokens(Value):
+    """The next token ids of a prompt, and their texts if the request asks for them."""
+
+    kind: Literal["tokens"] = "tokens"
+    id: int
+    ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+    last: bool
+
+
+class DecodedText(Value):
+    """The next part of the text of token ids."""
+
+    kind: Literal["decoded"] = "decoded"
+    id: int
+    text: str
     last: bool
 
 
@@ -217,7 +284,9 @@ class Heartbeat(Value):
     resident_bytes: int
 
 
-ToEngine = Annotated[Generate | Embed | Cancel, Field(discriminator="kind")]
-FromEngine = Annotated[Ready | Failed | Piece | Vector | Refused | Heartbeat, Field(discriminator="kind")]
-TO_ENGINE: TypeAdapter[Generate | Embed | Cancel] = TypeAdapter(ToEngine)
-FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vector | Refused | Heartbeat] = TypeAdapter(FromEngine)
+Request = Generate | Embed | Tokenize | Detokenize
+Reply = Piece | Vector | Tokens | DecodedText
+ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
+FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]
+TO_ENGINE: TypeAdapter[Request | Cancel] = TypeAdapter(ToEngine)
+FROM_ENGINE: TypeAdapter[Ready | Failed | Reply | Refused | Heartbeat] = TypeAdapter(FromEngine)

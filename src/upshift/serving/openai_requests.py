@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
-from upshift.serving.messages import Generate, Piece, Prompt
+from upshift.serving.messages import Generate, Piece, Prompt, TemplateOptions
 from upshift.text import find_lone_surrogate
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -82,6 +82,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NOT_KEPT = "taken, and not kept"
 MAX_TOOLS = 128
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_FORM_CHARACTERS = 2**16
+MAX_CHOICE_TEXTS = 1024
+Form = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FORM_CHARACTERS)]
+Choices = Annotated[list[Form], Field(min_length=1, max_length=MAX_CHOICE_TEXTS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -116,11 +121,8 @@ LOGPROBS_SCHEMA: dict[str, Any] = {
 }
 
 
-class RequestBody(Body):
-    """The fields of every request."""
-
-    model: str = Field(description="one of GET /v1/models")
-    user: str | None = Field(None, description=NOT_KEPT)
+class CheckedBody(Body):
+    """A whole body, whose texts are checked."""
 
     @model_validator(mode="before")
     @classmethod
@@ -130,6 +132,23 @@ class RequestBody(Body):
         if surrogate is not None:
             raise PydanticCustomError("half_a_pair", f"{surrogate} alone is no character; send whole ones")
         return body
+
+
+class RequestBody(CheckedBody):
+    """The fields of every request of OpenAI's."""
+
+    model: str = Field(description="one of GET /v1/models")
+    user: str | None = Field(None, description=NOT_KEPT)
+
+
+class StructuredOutputs(Body):
+    """The form of an answer, by vLLM's names. Exactly one of them may be given."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = Field(None, description="true: any JSON object")
+    regex: Form | None = None
+    choice: Choices | None = None
+    grammar: Form | None = Field(None, description="in llguidance's variant of Lark")
 
 
 class StreamOptions(Body):
@@ -164,6 +183,12 @@ class SamplingRequest(RequestBody):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = Field(
         [], description="not OpenAI's; further tokens that end the text"
     )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST, description="not OpenAI's; likeliest tokens of the prompt")
+    structured_outputs: StructuredOutputs | None = Field(None, description="not OpenAI's; the form of the answer")
+    guided_json: dict[str, Any] | str | None = Field(None, description="the older name of structured_outputs.json")
+    guided_regex: Form | None = Field(None, description="likewise")
+    guided_choice: Choices | None = Field(None, description="likewise")
+    guided_grammar: Form | None = Field(None, description="likewise")
     metadata: dict[str, str] | None = Field(None, description=NOT_KEPT)
     store: bool | None = Field(None, description=NOT_KEPT)
     service_tier: str | None = Field(None, description=NOT_KEPT)
@@ -179,6 +204,28 @@ class SamplingRequest(RequestBody):
 
     def check(self) -> None:
         """Raise RequestError for fields that do not fit together, where the description at /docs cannot say so."""
+        names = [name for name, value in self._forms.items() if value is not None and value is not False]
+        if self.structured_outputs is not None and not any(name.startswith("structured_outputs") for name in names):
+            raise RequestError("structured_outputs is empty; give one of json, json_object, regex, choice and grammar")
+        if len(names) > 1:
+            raise RequestError(f"{' and '.join(names)} are several forms for one answer; give one of them")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is not possible in a stream; leave out one of them")
+
+    @property
+    def _forms(self) -> dict[str, Any]:
+        """Return the forms of the answer by the names of their fields. None and False stand for no form."""
+        forms: dict[str, Any] = {
+            name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
+        nested = self.structured_outputs or StructuredOutputs()
+        values = {name.rstrip("_"): getattr(nested, name) for name in StructuredOutputs.model_fields}
+        return forms | {f"structured_outputs.{name}": value for name, value in values.items()}
+
+    def _form(self, kind: str) -> Any:
+        """Return the form of a kind, under its older or its newer name, or None."""
+        older, newer = self._forms.get(f"guided_{kind}"), self._forms[f"structured_outputs.{kind}"]
+        return newer if older is None else older
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -198,7 +245,13 @@ class SamplingRequest(RequestBody):
     @property
     def json_schema(self) -> str | None:
         """Return the JSON schema that the answer must match, as a string."""
-        return None
+        schema = ANY_OBJECT if self._form("json_object") else self._form("json")
+        return schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Return the number of likeliest tokens to report for each token of the prompt, or None to report nothing."""
+        return self.prompt_logprobs
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
         """Return the engine's request for one text."""
@@ -209,7 +262,11 @@ class SamplingRequest(RequestBody):
             ignore_eos=self.ignore_eos,
             stop_token_ids=tuple(self.stop_token_ids),
             json_schema=self.json_schema,
+            regex=self._form("regex"),
+            choices=tuple(self._form("choice") or ()),
+            lark=self._form("grammar"),
             top=self.top_count,
+            prompt_top=self.prompt_top,
         )
 
     def _options(self, seed: int) -> dict[str, Any]:
@@ -286,6 +343,8 @@ class Message(Body):
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = Field(None, description="taken; chat templates have no place for it")
     annotations: Annotated[list[Any], Field(max_length=0)] = []
+    reasoning_content: str | None = Field(None, description="of an earlier answer, if the chat template has a place for it")
+    reasoning: str | None = Field(None, description="the same under another name")
     tool_calls: list[MessageCall] = []
     tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
 
@@ -306,6 +365,9 @@ class Message(Body):
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": text}
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning and role == "assistant":
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -318,6 +380,17 @@ def _is_json_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def check_calls(messages: list[Message]) -> None:
+    """Raise RequestError for a call whose arguments are no JSON object."""
+    for position, message in enumerate(messages):
+        for call in message.tool_calls:
+            if not _is_json_object(call.function.arguments or "{}"):
+                raise RequestError(
+                    f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them as "
+                    "they came"
+                )
 
 
 class ChatRequest(SamplingRequest):
@@ -333,15 +406,15 @@ class ChatRequest(SamplingRequest):
         "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    reasoning_effort: Effort | None = Field(None, description="for the chat template")
+    enable_thinking: bool | None = Field(None, description="not OpenAI's; for the chat template: whether the model reasons")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="not OpenAI's; variables of the chat template")
+    thinking_token_budget: int | None = Field(None, ge=0, description="not OpenAI's; tokens after which the reasoning ends")
+    include_reasoning: bool = Field(True, description="not OpenAI's; false: the answer leaves the reasoning out")
 
     def check(self) -> None:
-        for position, message in enumerate(self.messages):
-            for call in message.tool_calls:
-                if not _is_json_object(call.function.arguments or "{}"):
-                    raise RequestError(
-                        f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them "
-                        "as they came"
-                    )
+        super().check()
+        check_calls(self.messages)
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("two tools have the same name; give each a name of its own")
@@ -350,8 +423,13 @@ class ChatRequest(SamplingRequest):
             raise RequestError(f"tool_choice names {min(unknown_names)}, which is not in tools; name one of them")
         if self.tool_choice == "required" and not names:
             raise RequestError("tool_choice is required, and there are no tools; give some")
-        if self._offered_tools and self.json_schema is not None:
-            raise RequestError("an answer in a response_format calls no tools; set tool_choice to none, or leave out one of them")
+        has_form = self.response_format.schema_of_answer is not None
+        has_other_form = any(self._forms.values())
+        if has_form and has_other_form:
+            raise RequestError("response_format and another form of the answer were given; give one of them")
+        if self._offered_tools and (has_form or has_other_form):
+            name = "a response_format" if has_form else "a form"
+            raise RequestError(f"an answer in {name} calls no tools; set tool_choice to none, or leave out one of them")
 
     @property
     def _offered_tools(self) -> list[Tool]:
@@ -365,7 +443,11 @@ class ChatRequest(SamplingRequest):
         return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
-        request = super().engine_request(prompt, seed=seed)
+        request = (
+            super()
+            .engine_request(prompt, seed=seed)
+            .model_copy(update={"template": self._template_options, "reasoning_budget": self.thinking_token_budget})
+        )
         if not self._offered_tools:
             return request
         return request.model_copy(
@@ -375,6 +457,11 @@ class ChatRequest(SamplingRequest):
                 "max_calls": None if self.parallel_tool_calls else 1,
             }
         )
+
+    @property
+    def _template_options(self) -> TemplateOptions:
+        variables = json.dumps(self.chat_template_kwargs)
+        return TemplateOptions(variables=variables, effort=self.reasoning_effort, thinking=self.enable_thinking)
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
@@ -389,7 +476,7 @@ class ChatRequest(SamplingRequest):
     @property
     def json_schema(self) -> str | None:
         schema = self.response_format.schema_of_answer
-        return None if schema is None else json.dumps(schema)
+        return super().json_schema if schema is None else json.dumps(schema)
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -406,8 +493,26 @@ class CompletionRequest(SamplingRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    echo: Literal[False] = False
+    echo: bool = Field(
+        False, description="whether the text begins with the prompt, with its log-probabilities if they are wanted"
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    max_tokens: int | None = Field(None, ge=0, description="0 with echo or prompt_logprobs: only the prompt")
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise RequestError("max_tokens is 0, so there is no answer; give 1 or more, or echo, or prompt_logprobs")
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer. An engine computes one even if none is wanted."""
+        return None if self.max_tokens is None else max(self.max_tokens, 1)
+
+    @property
+    def prompt_top(self) -> int | None:
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def top_count(self) -> int | None:
@@ -450,22 +555,28 @@ class PromptTokens(BaseModel):
     cached_tokens: int = Field(0, description="that were computed for an earlier request")
 
 
+class CompletionTokens(BaseModel):
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     prompt_tokens_details: PromptTokens = PromptTokens()
     completion_tokens: int = 0
+    completion_tokens_details: CompletionTokens = CompletionTokens()
     total_tokens: int
 
     @classmethod
-    def from_pieces(cls, prompts: list[Piece], completion_tokens: int) -> Usage:
+    def from_pieces(cls, prompts: list[Piece], completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
         """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
-        ``completion_tokens`` counts the tokens of all choices."""
+        ``completion_tokens`` counts the tokens of all choices, and ``reasoning_tokens`` those of them in reasoning."""
         prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
         cached_tokens = sum(piece.cached_tokens for piece in prompts)
         return cls(
             prompt_tokens=prompt_tokens,
             prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
             completion_tokens=completion_tokens,
+            completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
             total_tokens=prompt_tokens + completion_tokens,
         )
 

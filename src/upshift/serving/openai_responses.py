@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
@@ -69,6 +70,31 @@ async def merge_choices(choices: list[AsyncIterator[Piece]], seconds: float) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def add_prompt(pieces: Any, request: TextRequest, prompt: str) -> AsyncGenerator[Piece]:
+    """Yield the pieces of a text as the client wants them: with the prompt before it (``echo``), or without any answer.
+
+    The log-probabilities of the prompt come with the first piece of the answer."""
+    echoes = isinstance(request, CompletionRequest) and request.echo
+    is_prompt_only = isinstance(request, CompletionRequest) and request.max_tokens == 0
+    prompt_scores: list[TokenScore] = []
+    is_first = True
+    async with aclosing(pieces):
+        async for piece in pieces:
+            prompt_scores += piece.prompt_scores
+            if piece.prompt_scores and not (piece.tokens or piece.ending):
+                continue
+            if is_prompt_only:
+                nothing = {"text": "", "tokens": 0, "scores": (), "ending": None if piece.ending is None else "length"}
+                piece = piece.model_copy(update=nothing)
+            if is_first and (echoes or prompt_scores):
+                shown = tuple(prompt_scores) if echoes and request.top_count is not None else ()
+                text = prompt + piece.text if echoes else piece.text
+                update = {"text": text, "scores": (*shown, *piece.scores), "prompt_scores": tuple(prompt_scores)}
+                piece = piece.model_copy(update=update)
+            is_first = False
+            yield piece
+
+
 class Answer:
     """An answer with one or several choices, all under one ``id``. Pass every piece to ``add`` exactly once."""
 
@@ -79,17 +105,23 @@ class Answer:
         self.request = request
         self._texts: dict[int, list[str]] = {}
         self._last_pieces: dict[int, Piece] = {}
+        self._reasoning: defaultdict[int, list[str]] = defaultdict(list)
         self._token_counts: dict[int, int] = {}
+        self._reasoning_tokens = 0
         self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
+        self._prompt_scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def add(self, choice: Choice) -> list[dict[str, Any]]:
         """Append a piece to its choice. Return the calls of tools in the piece, in OpenAI's form."""
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
+        self._reasoning[index].append(piece.reasoning)
+        self._reasoning_tokens += piece.reasoning_tokens
         self._last_pieces[index] = piece
         self._token_counts[index] = self._token_counts.get(index, 0) + piece.tokens
+        self._prompt_scores[index] += piece.prompt_scores
         for score in piece.scores:
             self._scores[index].append(score)
             self._offsets[index].add(score)
@@ -101,7 +133,7 @@ class Answer:
     def usage(self) -> Usage:
         """Return the token counts so far. Choices of the same prompt count the prompt once."""
         first_choices = {index // self.request.n: self._last_pieces[index] for index in sorted(self._last_pieces, reverse=True)}
-        return Usage.from_pieces(list(first_choices.values()), sum(self._token_counts.values()))
+        return Usage.from_pieces(list(first_choices.values()), sum(self._token_counts.values()), self._reasoning_tokens)
 
     def body(self) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -111,15 +143,28 @@ class Answer:
             text = "".join(self._texts[index])
             content: dict[str, Any] = {"message": self._message(index, text)} if is_chat else {"text": text}
             logprobs = self._format_logprobs(index, self._scores[index])
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)})
-        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
+            body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
+            choices.append(body if is_chat else body | self._format_prompt_logprobs(index))
+        prompt_logprobs = self._format_prompt_logprobs(0) if is_chat else {}
+        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump(), **prompt_logprobs}
+
+    def _format_prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """Return vLLM's field with the log-probabilities of a choice's prompt, or nothing if nobody asks for them."""
+        count = self.request.prompt_logprobs
+        if count is None:
+            return {}
+        return {"prompt_logprobs": [_format_prompt_token(score, count) for score in self._prompt_scores[index]]}
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
-        """Return the message of a choice. Beside calls, a text of white space is no content."""
+        """Return the message of a choice. Beside calls or reasoning, a text of white space is no content."""
         calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[index]]
-        if not calls:
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": text if text.strip() else None, "tool_calls": calls}
+        more = self._format_reasoning("".join(self._reasoning[index])) | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": text if text.strip() or not more else None, **more}
+
+    def _format_reasoning(self, reasoning: str) -> dict[str, str]:
+        """Return the fields of a message, or of a part of one, for its reasoning: under both names that clients read."""
+        is_wanted = isinstance(self.request, ChatRequest) and self.request.include_reasoning
+        return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning and is_wanted else {}
 
     def _finish_reason(self, index: int) -> str | None:
         """Return why a choice ended, or None if it goes on."""
@@ -131,7 +176,9 @@ class Answer:
         index, piece = choice
         content: dict[str, Any]
         if isinstance(self.request, ChatRequest):
-            delta: dict[str, Any] = {"content": piece.text} if piece.text or not calls else {}
+            delta: dict[str, Any] = self._format_reasoning(piece.reasoning)
+            if piece.text or not (calls or delta):
+                delta["content"] = piece.text
             if calls:
                 delta["tool_calls"] = calls
             content = {"delta": delta | ({"role": "assistant"} if first else {})}
@@ -156,7 +203,7 @@ class Answer:
         if isinstance(self.request, ChatRequest):
             return chat_logprobs(scores)
         offsets = self._offsets[index].offsets
-        return completion_logprobs(scores, offsets[len(offsets) - len(scores) :])
+        return completion_logprobs(scores, offsets[len(offsets) - len(scores) :], self.request.top_count)
 
     @property
     def _chunk_kind(self) -> str:
@@ -204,16 +251,29 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions.
+def completion_logprobs(scores: Sequence[TokenScore], offsets: Sequence[int], count: int) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions, with ``count`` likeliest tokens at each position.
 
     ``offsets`` holds the number of characters before each token. The likeliest tokens include the chosen token, as in
     OpenAI's answers."""
     return {
         "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],
-        "top_logprobs": [{token.text: token.logprob for token in (*score.top, score)} for score in scores],
+        "top_logprobs": [
+            None if score.logprob is None else {token.text: token.logprob for token in (*score.top[:count], score)}
+            for score in scores
+        ],
         "text_offset": list(offsets),
+    }
+
+
+def _format_prompt_token(score: TokenScore, count: int) -> dict[str, Any] | None:
+    """Return a token of a prompt and the ``count`` likeliest tokens at its position by their ids, in vLLM's form."""
+    if score.logprob is None:
+        return None
+    return {
+        str(token.token): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+        for token in (*score.top[:count], score)
     }
 
 

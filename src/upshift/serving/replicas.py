@@ -10,8 +10,8 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
-from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, Vectors
-from upshift.serving.messages import Embed, EngineRequest, Generate, Heartbeat, Piece, Ready
+from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, TokenizedPrompt, Vectors
+from upshift.serving.messages import Detokenize, Embed, EngineRequest, Generate, Heartbeat, Piece, Ready, Tokenize
 
 ROUTING_LENGTH = 256  # characters, or tokens, of a prompt's beginning that decide where it goes
 BUSY = 429
@@ -117,6 +117,14 @@ class ReplicaSet:
                 if refused.status != BUSY:
                     raise
         return await last_choice.vectors(request)
+
+    async def tokens(self, request: Tokenize) -> TokenizedPrompt:
+        """Return the tokens of a prompt, as ``EngineProcess.tokens`` does."""
+        return await self._rank_engines("")[0].tokens(request)
+
+    async def text(self, request: Detokenize) -> str:
+        """Return the text of token ids, as ``EngineProcess.text`` does."""
+        return await self._rank_engines("")[0].text(request)
 
     def _rank_engines(self, prompt: str) -> list[EngineProcess]:
         """Return the engines in the order in which they are offered a request.

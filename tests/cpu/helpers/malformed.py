@@ -27,7 +27,9 @@ SCHEMAS: list[Any] = [
     *WRONG_VALUES, {"type": "object"}, {"$ref": "#"}, {"enum": []}, {"type": "string", "pattern": "(a*)*b{9999}"},
     {"anyOf": [{"maxItems": 10**9}] * 50}, {"type": "integer", "minimum": 5, "maximum": 1},
 ]  # fmt: skip
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/x", "/health")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/v1/x", "/health",
+)  # fmt: skip
 EXPECTED = {200, 400, 404, 405, 413}
 LARGEST = 100_000  # bytes, as the server is started
 SETTLED = 1000  # requests after which it has loaded what it needs

@@ -22,7 +22,7 @@ from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.app import Server, make_app
-from upshift.serving.engine.generation import TextStream
+from upshift.serving.engine.pieces import TextStream
 from upshift.serving.engine.scheduler import PromptCache, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Limits

@@ -20,7 +20,8 @@ from test_serve_faults import Recording, app_of, posted
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import RequestError
-from upshift.serving.engine.generation import GenerationWorker, make_pieces
+from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.pieces import make_pieces
 from upshift.serving.engine.scheduler import Scheduler, TtftEstimator
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, template_messages
 from upshift.serving.engine_client import RequestRefused
@@ -213,11 +214,11 @@ def test_the_templates_of_published_models() -> None:
         if not template._takes_tools or template.format is None:
             continue
         read += 1
-        prompt = template._try_apply([USER], tools)
+        prompt = template.try_write([USER], tools)
         assert prompt is not None, file.name
         for count in (1, 2):
             chat = template_messages([USER, message_of(calls[:count])], text_arguments=template.format.text_arguments)
-            text = template._try_apply(chat, tools, answers=True)
+            text = template.try_write(chat, tools, answers=True)
             if text is None or template.format.between is None and template.format.fields is None and count == 2:
                 continue  # one call an answer
             answer = text[len(commonprefix([text, prompt])) :]
@@ -279,9 +280,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def generate(folder: Any, calls: str, requests: list[Generate]) -> list[Any]:
-    """Return the pieces of the requests' answers, by a worker whose model has this template."""
-    make_tokenizer(calls).save_pretrained(folder)
+def generate(folder: Any, calls: str, requests: list[Generate], *, whole: bool = False) -> list[Any]:
+    """Return the pieces of the requests' answers, by a worker whose model has a template with these calls, or this whole one."""
+    tokenizer = make_tokenizer(calls)
+    tokenizer.chat_template = calls if whole else tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
     worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch"))
     worker.generator.prepare([[1, 2, 3]], worker._options({"max_new_tokens": 4}))
     pace = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=1.0)

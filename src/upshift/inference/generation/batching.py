@@ -102,11 +102,11 @@ def run_mixed_pass(
     row_tokens: list[list[int]] = []
     finished_rows: list[int] = []
     for row, sequence in enumerate(live):
-        chunk = sequence.prompt[sequence.computed :][: max(prompt_tokens, 1)]
+        chunk = sequence.prompt[sequence.computed :][: 1 if sequence.scores_prompt else max(prompt_tokens, 1)]
         prompt_tokens -= len(chunk)
         sequence.computed += len(chunk)
         row_tokens.append(chunk or sequence.tokens[-1:])
-        if not sequence.pending_tokens:
+        if not sequence.pending_tokens or sequence.scores_prompt:
             finished_rows.append(row)
     logits = decoder.advance(row_tokens)
     if len(finished_rows) < len(live):

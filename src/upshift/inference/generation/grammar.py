@@ -5,9 +5,10 @@ github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +16,18 @@ from upshift.errors import RequestError
 
 # Between the parts of a JSON value. Without a limit, small models write spaces without end.
 WHITESPACE = r"[ \n]{0,16}"
+
+
+class TokenGuide(Protocol):
+    """Decide which tokens may come next."""
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits [V] in which the tokens that must not come next are -inf."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Append an allowed token. Return whether no token can follow it."""
+        ...
 
 
 class Grammars:
@@ -38,9 +51,22 @@ class Grammars:
             raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
         return Grammar(self._make_matcher(grammar), self._eos_ids)
 
-    def from_lark(self, grammar: str) -> Grammar:
-        """Return a grammar in llguidance's variant of Lark. Raise RequestError if a JSON schema in it is not possible."""
-        return Grammar(self._make_matcher(grammar), self._eos_ids)
+    def from_regex(self, regex: str) -> Grammar:
+        """Return the grammar of the texts that a regular expression matches as a whole. Raise RequestError if it is not
+        possible."""
+        import llguidance
+
+        return Grammar(
+            self._make_matcher(llguidance.LLMatcher.grammar_from_regex(regex), "the regular expression"), self._eos_ids
+        )
+
+    def from_choices(self, choices: Sequence[str]) -> Grammar:
+        """Return the grammar of some texts. None of them is empty."""
+        return self.from_regex("|".join(f"({re.escape(choice)})" for choice in choices))
+
+    def from_lark(self, grammar: str, subject: str = "the JSON schema") -> Grammar:
+        """Return a grammar in llguidance's variant of Lark. Raise RequestError, naming ``subject``, if it is not possible."""
+        return Grammar(self._make_matcher(grammar, subject), self._eos_ids)
 
     def check(self) -> None:
         """Raise RequestError if llguidance does not support the model's tokenizer."""
@@ -66,12 +92,12 @@ class Grammars:
             raise RequestError(f"forms and log-probabilities want a tokenizer.json; this model has a {kind}: ask without them")
         return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
 
-    def _make_matcher(self, grammar: str) -> Any:
+    def _make_matcher(self, grammar: str, subject: str = "the JSON schema") -> Any:
         import llguidance
 
         matcher = llguidance.LLMatcher(self.llg_tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the JSON schema is not possible ({_first_line(matcher)}); leave that out of it")
+            raise RequestError(f"{subject} is not possible ({_first_line(matcher)}); leave that out of it")
         return matcher
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as process
 
-from upshift.inference.generation.grammar import Grammar
+from upshift.inference.generation.grammar import TokenGuide
 from upshift.inference.generation.options import GenerationOptions
 
 Ending = Literal["eos", "stop", "length"]
@@ -28,7 +28,8 @@ class GeneratedSequence:
     ``index``: the position of its prompt in the input.
     ``tokenizer``: decodes the text to search for stop strings.
     ``start``: the first token of a decoder beside an encoder. None: the text continues the prompt.
-    ``grammar``: the grammar that the text must match."""
+    ``grammar``: the grammar that the text must match.
+    ``scores_prompt``: the prompt is computed token by token, because the logits before each of its tokens are wanted."""
 
     def __init__(
         self,
@@ -38,13 +39,15 @@ class GeneratedSequence:
         tokenizer: Any,
         *,
         start: int | None = None,
-        grammar: Grammar | None = None,
+        grammar: TokenGuide | None = None,
+        scores_prompt: bool = False,
     ) -> None:
         self.index = index
         self.prompt = prompt
         self.options = options
         self.tokens: list[int] = []
-        self.computed = 0  # tokens of the prompt that an engine that mixes has computed
+        self.scores_prompt = scores_prompt
+        self.computed = 0  # tokens of the prompt that an engine that mixes has computed, or any engine if the prompt is scored
         self.ending: Ending | None = None
         self._decoder_prompt = prompt if start is None else [start]
         self._tokenizer = tokenizer
@@ -67,6 +70,18 @@ class GeneratedSequence:
     def pending_tokens(self) -> int:
         """Return the number of the prompt's tokens that are still to be computed."""
         return len(self.prompt) - self.computed
+
+    @property
+    def is_scoring(self) -> bool:
+        """Return whether the next logits are those before a token of the prompt."""
+        return self.scores_prompt and self.pending_tokens > 0
+
+    def take_input(self) -> int:
+        """Return the token that the engine computes next, in a pass that computes one token of each row."""
+        if not self.is_scoring:
+            return self.tokens[-1] if self.tokens else self.prompt[-1]
+        self.computed += 1
+        return self.prompt[self.computed - 1]
 
     def choose(self, logits: np.ndarray) -> int:
         """Return the next token from logits [V] fp32."""

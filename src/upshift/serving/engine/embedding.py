@@ -7,6 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,21 @@ from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.generation.prompts import check_prompts, read_prompts
-from upshift.serving.engine.generation import check_token_ids
+from upshift.inference.tokenizer import load_tokenizer
 from upshift.serving.engine.scheduler import smooth
+from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
+    Detokenize,
     Embed,
     EngineRequest,
     Heartbeat,
     Ready,
     Refused,
+    Tokenize,
     Vector,
 )
 from upshift.value import Value
@@ -88,8 +92,16 @@ class EmbeddingWorker:
             capacity=len(texts) / warmup_seconds,
         )
 
-    def take(self, message: Embed | Cancel) -> list[Value]:
-        """Add a request to the queue, or cancel one. Return a refusal if too many wait, or if it would wait too long."""
+    @cached_property
+    def _plain_tokenizer(self) -> Any:
+        """Return the tokenizer without the model's prompt and length."""
+        return load_tokenizer(self.encoder.source)
+
+    def take(self, message: Embed | Tokenize | Detokenize | Cancel) -> list[Value]:
+        """Add a request to the queue, or cancel one. Return what is answered at once: tokens, or a refusal if too many wait, or
+        if the request would wait too long."""
+        if isinstance(message, Tokenize | Detokenize):
+            return token_replies(message, self._plain_tokenizer, _refuse_chat, self.vocabulary)
         if isinstance(message, Cancel):
             self.waiting = deque(request for request in self.waiting if request.id != message.id)
             return []
@@ -177,6 +189,10 @@ class EmbeddingWorker:
                 "reduce the length of the input."
             )
         return list(ids)
+
+
+def _refuse_chat(request: Tokenize) -> list[int]:
+    raise RequestError("the model encodes texts and has no chats; give a prompt instead of messages")
 
 
 def _expected_texts(request: EngineRequest, shortest: int) -> list[str]:

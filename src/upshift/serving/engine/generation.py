@@ -1,6 +1,4 @@
-"""Generate text in an engine's process: race the engines, measure what the server can promise, then answer requests.
-
-Tokens become text that may be shown: whole characters, and nothing of a stop string."""
+"""Generate text in an engine's process: race the engines, measure what the server can promise, then answer requests."""
 
 from __future__ import annotations
 
@@ -8,18 +6,18 @@ import json
 import queue
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.generation.generator import Generator
-from upshift.inference.generation.grammar import Grammar, Grammars
+from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -27,22 +25,32 @@ from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
-from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
-from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, partial_length
+from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.reasoning import (
+    END_TOKENS,
+    ReasoningForm,
+    ReasoningGuide,
+    ReasoningStream,
+    begins_reasoning,
+    find_reasoning_form,
+    template_reasoning,
+)
+from upshift.serving.engine.scheduler import Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.tokenization import check_token_ids, token_replies
+from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call
 from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
-    Ending,
+    Detokenize,
     EngineRequest,
     Generate,
     Heartbeat,
-    Piece,
     Ready,
     Refused,
-    TokenScore,
-    ToolCall,
+    TemplateOptions,
+    Tokenize,
 )
 from upshift.value import Value
 
@@ -50,7 +58,6 @@ FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 1 / 60  # between messages: a screen shows no more pictures, and a message takes 0.3 ms of a core
 DEFAULT_ANSWER_TOKENS = 1024  # if neither the request nor the model's positions limit the answer to fewer
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 
 
 def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
@@ -71,12 +78,12 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
                 message = inbox.get()
                 if message is None:
                     return
-                messages += filter(None, [worker.take(message)])
+                messages += worker.answer(message)
             while not inbox.empty():
                 message = inbox.get_nowait()
                 if message is None:
                     return
-                messages += filter(None, [worker.take(message)])
+                messages += worker.answer(message)
             new_tokens += worker.run_pass()
             messages += worker.take_failures()
             now = time.monotonic()
@@ -94,30 +101,6 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
 
 def _send_pieces(send: Callable[[list[Value]], None], messages: list[Value], new_tokens: list[NewToken]) -> None:
     send([*messages, *make_pieces(new_tokens)])
-
-
-class OpenRequest(NamedTuple):
-    """A request that is being answered. ``token_bytes`` returns the bytes of a token. ``calls`` is None without tools."""
-
-    ticket: Ticket
-    stream: TextStream
-    token_bytes: Callable[[int], bytes]
-    calls: CallStream | None = None
-
-
-class NewToken(NamedTuple):
-    """A token that the last pass added to an answer. ``is_first`` marks the first token of its text."""
-
-    request: OpenRequest
-    token: int
-    ending: str | None
-    is_first: bool
-    logprob: TokenLogprob | None
-
-    @property
-    def is_urgent(self) -> bool:
-        """Return whether the client waits for this token: the first and the last one of a text."""
-        return self.is_first or self.ending is not None
 
 
 class GenerationWorker:
@@ -210,7 +193,18 @@ class GenerationWorker:
             return cache_tokens // self.request.replicas
         return cache_tokens
 
-    def take(self, message: Generate | Cancel) -> Value | None:
+    def answer(self, message: Generate | Tokenize | Detokenize | Cancel) -> list[Value]:
+        """Take a message. Return what can be answered at once: tokens, or a refusal."""
+        if isinstance(message, Tokenize | Detokenize):
+            return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
+        refused = self.take(message)
+        return [] if refused is None else [refused]
+
+    def _tokenize_chat(self, request: Tokenize) -> list[int]:
+        chat: Any = request.prompt
+        return self._read_chat(chat, request.tools, request.template, is_answered=request.is_answered)
+
+    def take(self, message: Generate | Cancel) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
         if isinstance(message, Cancel):
             self.scheduler.cancel(message.id)
@@ -220,15 +214,38 @@ class GenerationWorker:
             sequence = self._make_sequence(message)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        is_conversation = not isinstance(message.prompt, str) and not _is_token_ids(message.prompt)
+        is_conversation = _is_chat(message.prompt)
         ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
+        ticket.prompt_top = message.prompt_top
         refused = self.scheduler.add(ticket)
         if refused is None:
             calls = self._open_calls(message)
-            decode = self._decode_text if calls is None else self._tools.decoder(self._stream_tokenizer)
+            reasoning = self._open_reasoning(message, sequence.prompt)
+            markers = "" if calls is None else self._tools.markers
+            markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
+            decode = self._tools.decoder(self._stream_tokenizer, markers) if markers else self._decode_text
             stream = TextStream(decode, sequence.options.stop_strings)
-            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes, calls)
+            unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
+            token_bytes = self._grammars.token_bytes
+            self._open_requests[message.id] = OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids)
         return refused
+
+    @cached_property
+    def _reasoning_form(self) -> ReasoningForm | None:
+        return find_reasoning_form(self._tools)
+
+    def _begins_reasoning(self, prompt: list[int]) -> bool | None:
+        """Return what ``begins_reasoning`` says about a prompt of a chat."""
+        form = self._reasoning_form
+        if form is None:
+            return None
+        end = prompt[-(len(form.markers.encode()) + END_TOKENS) :]
+        return begins_reasoning(form, self.generator.prompts.tokenizer.decode(end, skip_special_tokens=False))
+
+    def _open_reasoning(self, request: Generate, prompt: list[int]) -> ReasoningStream | None:
+        """Return the stream of the reasoning in an answer, or None if there is none."""
+        is_open = self._begins_reasoning(prompt) if _is_chat(request.prompt) else None
+        return None if is_open is None or self._reasoning_form is None else ReasoningStream(self._reasoning_form, is_open=is_open)
 
     def _open_calls(self, request: Generate) -> CallStream | None:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
@@ -243,8 +260,10 @@ class GenerationWorker:
             request = self._open_requests.get(ticket.id)
             if request is None:
                 continue
-            is_first = len(ticket.sequence.tokens) == 1
-            new_tokens.append(NewToken(request, token, ticket.sequence.ending, is_first, ticket.logprob))
+            sequence = ticket.sequence
+            new_tokens.append(
+                NewToken(request, token, sequence.ending, len(sequence.tokens) == 1, ticket.logprob, sequence.is_scoring)
+            )
             if ticket.sequence.ending is not None:
                 del self._open_requests[ticket.id]
         return new_tokens
@@ -298,22 +317,60 @@ class GenerationWorker:
             options = self._limit_answer(ids, options, request.default_tokens)
         options = self._end_tokens(request, options)
         self._check_context(ids, options)
-        if request.top is not None:
+        if request.top is not None or request.prompt_top is not None:
             self._grammars.check()
-        grammar = self._make_grammar(request)
-        return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
+        if request.prompt_top is not None and generator.start is not None:
+            raise RequestError(
+                "the model reads its prompt by an encoder, which gives its tokens no log-probabilities; ask without"
+            )
+        grammar = self._make_guide(request, ids, options)
+        return GeneratedSequence(
+            0,
+            ids,
+            options,
+            generator.prompts.tokenizer,
+            start=generator.start,
+            grammar=grammar,
+            scores_prompt=request.prompt_top is not None,
+        )
 
     def _read_prompt(self, request: Generate) -> list[int]:
         """Return the token ids of a prompt."""
         prompt: Any = request.prompt
         if _is_token_ids(prompt):
             return list(prompt)
-        uses_tools = not isinstance(prompt, str) and any(set(message) - {"role", "content"} for message in prompt)
-        if request.tools is None and not uses_tools:
+        if isinstance(prompt, str):
             return self.generator.prompts.tokenize([prompt])[0]
+        return self._read_chat(prompt, request.tools, request.template)
+
+    def _read_chat(
+        self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions, *, is_answered: bool = False
+    ) -> list[int]:
+        """Return the token ids of a chat. ``is_answered`` says that no answer follows the last message."""
         if not self.generator.prompts.tokenizer.chat_template:
             raise RequestError("the model has no chat template; give a text to /v1/completions")
-        return self._tools.tokenize(prompt, None if request.tools is None else json.loads(request.tools))
+        form = self._reasoning_form
+        variables = self._tools.read_variables(template, reasons=form is not None)
+        messages = template_reasoning(chat, form)
+        uses_tools = any(set(message) - {"role", "content"} for message in messages)
+        if tools is None and not uses_tools and not variables and not is_answered:
+            return self.generator.prompts.tokenize([messages])[0]
+        return self._tools.tokenize(messages, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+
+    def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
+        """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
+        grammar = self._make_grammar(request)
+        budget = request.reasoning_budget
+        form = self._reasoning_form if _is_chat(request.prompt) else None
+        if budget is not None and form is None:
+            raise RequestError(
+                "thinking_token_budget limits the reasoning, and the chat template of the model shows none; leave it out"
+            )
+        is_open = None if form is None or (grammar is None and budget is None) else self._begins_reasoning(ids)
+        if form is None or is_open is None:
+            return grammar
+        tokenizer = self.generator.prompts.tokenizer
+        return ReasoningGuide(tokenizer, form, is_open=is_open, budget=budget, grammar=grammar, eos_ids=options.eos_token_id)
 
     def _make_grammar(self, request: Generate) -> Grammar | None:
         """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
@@ -322,6 +379,12 @@ class GenerationWorker:
             schemas = _schemas_of_tools(request.tools)
             forced = {name: schemas[name] for name in request.forced_tools}
             return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
+        if request.regex is not None:
+            return self._grammars.from_regex(request.regex)
+        if request.choices:
+            return self._grammars.from_choices(request.choices)
+        if request.lark is not None:
+            return self._grammars.from_lark(request.lark, "the grammar")
         return None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
 
     def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:
@@ -382,13 +445,8 @@ class GenerationWorker:
         return [prompt[:max_length] for prompt in prompts]
 
 
-def check_token_ids(ids: Iterable[int], vocabulary: int | None) -> None:
-    """Raise RequestError if a token id is not below ``vocabulary``. With None, the size is unknown, and nothing is checked.
-
-    An engine fails at an id without a vector, or reads memory that is not its own."""
-    largest = max(ids, default=0)
-    if vocabulary is not None and largest >= vocabulary:
-        raise RequestError(f"token {largest} is not one of the model's {vocabulary:,}; leave out what it stands for")
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and not _is_token_ids(prompt)
 
 
 def _is_token_ids(prompt: Any) -> bool:
@@ -400,83 +458,3 @@ def _schemas_of_tools(tools: str) -> Mapping[str, Any]:
     """Return the JSON schemas of the tools' arguments by the tools' names."""
     functions = [tool["function"] for tool in json.loads(tools)]
     return {function["name"]: function["parameters"] for function in functions}
-
-
-def make_pieces(new_tokens: list[NewToken]) -> list[Piece | Refused]:
-    """Return one piece for each request, in the order of the requests' first tokens."""
-    tokens_by_request: dict[int, list[NewToken]] = {}
-    for token in new_tokens:
-        tokens_by_request.setdefault(token.request.ticket.id, []).append(token)
-    return [_make_piece(tokens) for tokens in tokens_by_request.values()]
-
-
-def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
-    """Return the piece of one request's new tokens, or the refusal of the request if its text cannot be decoded."""
-    last = tokens[-1]
-    ticket, stream, token_bytes, call_stream = last.request
-    calls: Sequence[ToolCall] = ()
-    try:
-        text = stream.add([token.token for token in tokens], last=last.ending is not None)
-        if call_stream is not None:
-            text, calls = call_stream.add(text, last=last.ending is not None)
-        scores = tuple(
-            _make_score(token.logprob, token_bytes) for token in tokens if token.logprob is not None and token.ending != "eos"
-        )
-    except Exception as error:  # from the tokenizer at these tokens: the server cancels this request alone
-        return Refused.from_error(ticket.id, error)
-    ending: Ending | None = None
-    if last.ending is not None:
-        ending = "length" if last.ending == "length" else "stop"
-    return Piece(
-        id=ticket.id,
-        text=text,
-        tokens=len(tokens),
-        prompt_tokens=len(ticket.sequence.prompt),
-        cached_tokens=ticket.cached_tokens,
-        calls=tuple(calls),
-        scores=scores,
-        ending=ending,
-    )
-
-
-def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenScore:
-    top = tuple(TokenScore(spelled=tuple(token_bytes(token)), logprob=value) for token, value in logprob.top)
-    return TokenScore(spelled=tuple(token_bytes(logprob.token)), logprob=logprob.logprob, top=top)
-
-
-class TextStream:
-    """The text of one answer, up to the first stop string.
-
-    ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stops = tuple(stops)
-        self._tokens: list[int] = []
-        self._decoded = 0  # tokens whose text is complete
-        self._context_start = 0  # the tokens from here on are decoded together with the next ones
-        self._held_back = ""
-        self._is_stopped = False
-
-    def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
-        if self._is_stopped:
-            return ""
-        self._tokens += tokens
-        old_text = self._decode(self._tokens[self._context_start : self._decoded])
-        text = self._decode(self._tokens[self._context_start :])
-        if len(text) > len(old_text) and (last or not text.endswith(REPLACEMENT)):
-            self._held_back += text[len(old_text) :]
-            self._context_start = self._decoded
-            self._decoded = len(self._tokens)
-        stop_offsets = [offset for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
-        if stop_offsets:
-            self._is_stopped = True
-            return self._held_back[: min(stop_offsets)]
-        held_length = 0
-        if not last:
-            held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)
-        shown_length = len(self._held_back) - held_length
-        shown = self._held_back[:shown_length]
-        self._held_back = self._held_back[shown_length:]
-        return shown

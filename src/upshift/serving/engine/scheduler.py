@@ -36,13 +36,15 @@ class Ticket:
     ``expected_seconds``: the estimated time to the first token at admission, before the correction.
     ``cached_tokens``: tokens of the prompt that are taken from the prompt cache.
     ``is_cached_later``: the prompt and its answer go into the prompt cache when the answer ends.
-    ``logprob``: the log-probability of the last token."""
+    ``prompt_top``: as ``top``, for the tokens of the prompt.
+    ``logprob``: the log-probability of the last token, or of the last token of the prompt while the prompt is scored."""
 
     id: int
     sequence: GeneratedSequence
     arrival: float
     is_conversation: bool = False
     top: int | None = None
+    prompt_top: int | None = None
     expected_seconds: float = 0.0
     cached_tokens: int = 0
     is_cached_later: bool = False
@@ -55,8 +57,9 @@ class Ticket:
 
     @property
     def uncached_tokens(self) -> int:
-        """Return the number of the prompt's tokens that the engine has to compute."""
-        return len(self.sequence.prompt) - self.cached_tokens
+        """Return the number of the prompt's tokens that the engine has to compute together: not those that are scored one by
+        one."""
+        return 1 if self.sequence.scores_prompt else len(self.sequence.prompt) - self.cached_tokens
 
 
 class Admitted(NamedTuple):
@@ -112,8 +115,7 @@ class Scheduler:
                 "ask for fewer"
             )
             return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
-        if self.decoder.joins:
-            ticket.cached_tokens = _length(self._prompt_cache.find(ticket.sequence.prompt))
+        ticket.cached_tokens = _length(self._find_prefix(ticket))
         ticket.expected_seconds = self._estimate_ttft(ticket)
         wait = ticket.expected_seconds * self.estimator.correction
         if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
@@ -131,8 +133,9 @@ class Scheduler:
         """Return the estimated seconds to the first token of a new request, before the correction."""
         sequences = [live_ticket.sequence for live_ticket in self.live]
         waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
-        pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not sequence.tokens)
-        return self.estimator.estimate(
+        pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
+        scoring_seconds = self.estimator.step_seconds * len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0.0
+        return scoring_seconds + self.estimator.estimate(
             ticket.uncached_tokens + waiting_tokens + pending_tokens,
             free_rows=self.rows - len(self.live),
             live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
@@ -146,7 +149,10 @@ class Scheduler:
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
 
     def step(self) -> list[tuple[Ticket, int]]:
-        """Run one pass of the engine. Return the requests that got a new token, each with its token."""
+        """Run one pass of the engine. Return the requests that got a new token, each with its token.
+
+        While a prompt is scored, the tokens of the prompt count as new ones. The first of them does not, as nothing comes before
+        it."""
         if self._canceled_ids:
             self._keep_live([ticket for ticket in self.live if ticket.id not in self._canceled_ids])
             self._canceled_ids.clear()
@@ -159,7 +165,7 @@ class Scheduler:
         failures_before = len(self.failed)
         new_tokens = self._choose_tokens(tickets, logits)
         for ticket, _ in new_tokens:
-            if len(ticket.sequence.tokens) == 1:
+            if len(ticket.sequence.tokens) == 1 and not ticket.sequence.scores_prompt:
                 self.estimator.record_first_token(ticket.expected_seconds, self.clock() - ticket.arrival)
             if ticket.sequence.ending is not None:
                 self._record_ending(ticket)
@@ -181,14 +187,24 @@ class Scheduler:
         chosen = []
         for ticket, row, likeliest in zip(tickets, logits, logits.argmax(1).tolist(), strict=True):
             try:
-                token = choose_token(row, likeliest, ticket.sequence)
-                ticket.logprob = None if ticket.top is None else TokenLogprob.from_logits(row, token, ticket.top)
-                ticket.sequence.add(token)
+                token = self._choose_token(ticket, row, likeliest)
             except Exception as error:  # from the request's own options, or from its logits
                 self.failed.append((ticket, error))
             else:
                 chosen.append((ticket, token))
         return chosen
+
+    def _choose_token(self, ticket: Ticket, logits: np.ndarray, likeliest: int) -> int:
+        """Return the next token of a request from logits [V]: the next one of its prompt, or a new one of its text."""
+        sequence = ticket.sequence
+        if sequence.is_scoring:
+            token = sequence.prompt[sequence.computed]
+            ticket.logprob = TokenLogprob.from_logits(logits, token, ticket.prompt_top or 0)
+            return token
+        token = choose_token(logits, likeliest, sequence)
+        ticket.logprob = None if ticket.top is None else TokenLogprob.from_logits(logits, token, ticket.top)
+        sequence.add(token)
+        return token
 
     def _run_pass(self, admitted: list[Admitted]) -> tuple[list[Ticket], np.ndarray]:
         """Run one pass of the engine. Return the requests that get a next token from it, and their logits."""
@@ -199,19 +215,23 @@ class Scheduler:
         if self.decoder.mixes:
             sequences = [ticket.sequence for ticket in earlier]
             join_sequences(self.decoder, sequences, [(new.ticket.sequence, new.prefix) for new in admitted])
-            pending_tokens = sum(sequence.pending_tokens for sequence in sequences)
+            unscored = [sequence for sequence in sequences if not sequence.scores_prompt]
+            pending_tokens = sum(sequence.pending_tokens for sequence in unscored)
             with_logits, logits = run_mixed_pass(self.decoder, sequences, self.chunk_tokens)
-            prompt_tokens = pending_tokens - sum(sequence.pending_tokens for sequence in sequences)
+            prompt_tokens = pending_tokens - sum(sequence.pending_tokens for sequence in unscored)
             tickets = [ticket for ticket in self.live if ticket.sequence in with_logits]
         elif admitted:
             tickets = [new.ticket for new in admitted]
             prompt_tokens = sum(ticket.uncached_tokens for ticket in tickets)
             prefix = admitted[0].prefix
-            logits = self.decoder.admit([ticket.sequence.prompt for ticket in tickets], *([prefix] if prefix else []))
+            prompts = [
+                [ticket.sequence.take_input()] if ticket.sequence.scores_prompt else ticket.sequence.prompt for ticket in tickets
+            ]
+            logits = self.decoder.admit(prompts, *([prefix] if prefix else []))
         else:
             tickets = earlier
             prompt_tokens = 0
-            logits = self.decoder.step(np.array([ticket.sequence.tokens[-1] for ticket in tickets], dtype=np.int64))
+            logits = self.decoder.step(np.array([ticket.sequence.take_input() for ticket in tickets], dtype=np.int64))
         seconds = self.clock() - start
         if prompt_tokens:
             prompt_seconds = max(seconds - self.estimator.step_seconds, 0.0) if has_step else seconds
@@ -232,7 +252,7 @@ class Scheduler:
         reserved_tokens = sum(ticket.reserved_tokens for ticket in self.live)
         while self.waiting and len(self.live) + len(admitted) < self.rows:
             ticket = self.waiting[0]
-            prefix = self._prompt_cache.find(ticket.sequence.prompt) if self.decoder.joins else None
+            prefix = self._find_prefix(ticket)
             ticket.cached_tokens = _length(prefix)
             reserved_tokens += ticket.reserved_tokens
             fits_cache = self.cache_tokens is None or reserved_tokens <= self.cache_tokens
@@ -245,9 +265,17 @@ class Scheduler:
                 break
             token_budget -= ticket.uncached_tokens
             is_repeated = self._prompt_cache.is_repeated(ticket.sequence.prompt, ticket.cached_tokens)
-            ticket.is_cached_later = self.decoder.joins and (ticket.is_conversation or is_repeated)
+            ticket.is_cached_later = (
+                self.decoder.joins and not ticket.sequence.scores_prompt and (ticket.is_conversation or is_repeated)
+            )
             admitted.append(Admitted(self.waiting.popleft(), prefix))
         return admitted if mixes else _with_shortest_prefix(admitted)
+
+    def _find_prefix(self, ticket: Ticket) -> Prefix | None:
+        """Return the cached beginning of a request's prompt. A prompt that is scored has none, as its logits are not cached."""
+        if not self.decoder.joins or ticket.sequence.scores_prompt:
+            return None
+        return self._prompt_cache.find(ticket.sequence.prompt)
 
     def _keep_live(self, tickets: list[Ticket]) -> None:
         """Keep only these requests in the engine's rows."""
@@ -418,11 +446,13 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for a token without any chance
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token. ``top`` holds the likeliest tokens at its position, the likeliest first."""
+    """The log-probability of a token, and its rank: 1 for the likeliest. ``top`` holds the likeliest tokens at its position, the
+    likeliest first."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
     @classmethod
     def from_logits(cls, logits: np.ndarray, token: int, count: int) -> TokenLogprob:
@@ -434,4 +464,5 @@ class TokenLogprob(NamedTuple):
         candidates = np.argpartition(-logprobs, count - 1)[:count] if count else np.empty(0, dtype=np.int64)
         ordered = candidates[np.argsort(-logprobs[candidates], kind="stable")]
         top = tuple((int(candidate), float(logprobs[candidate])) for candidate in ordered)
-        return cls(token, float(logprobs[token]), top)
+        rank = 1 + int((logprobs > logprobs[token]).sum())
+        return cls(token, float(logprobs[token]), top, rank)

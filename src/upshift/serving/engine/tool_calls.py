@@ -13,10 +13,9 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from upshift.errors import RequestError
 from upshift.inference.generation.grammar import WHITESPACE
+from upshift.serving.engine.chat_template import QUESTION, ChatTemplate
 from upshift.serving.engine.tagged_calls import KEYS, NAMES, VALUES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
 from upshift.serving.messages import ToolCall
 
@@ -24,7 +23,6 @@ ID_CHARACTERS = 9  # of a call's id: the only length that the templates of some 
 ARGUMENTS = tuple({key: value} for key, value in zip(KEYS, VALUES, strict=True))  # of the two made-up calls
 TEXT = "zqx_text_zqx"
 RESULT = "zqx_result"
-QUESTION = {"role": "user", "content": "zqx_question"}
 DECODER = json.JSONDecoder()
 
 
@@ -49,15 +47,20 @@ class ToolFormat(NamedTuple):
     tags: Tags | None = None
 
 
-class ToolTemplate:
+class ToolTemplate(ChatTemplate):
     """The chat template of a tokenizer, and what it does with tools."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def tokenize(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        is_answered: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a chat with tools, or with calls and results. ``is_answered`` says that no answer follows.
 
-    def tokenize(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Return the token ids of a chat with tools, or with calls and results. Raise RequestError if the template does not
-        use all of it."""
+        Raise RequestError if the template does not use all of it."""
         has_calls = any(message.get("tool_calls") for message in messages)
         has_results = any(message["role"] == "tool" for message in messages)
         if tools and not self._takes_tools:
@@ -70,7 +73,8 @@ class ToolTemplate:
         if has_results and not self._takes_results:
             raise RequestError("the chat template of the model has no place for messages of the role tool; leave them out")
         text_arguments = self.format is not None and self.format.text_arguments
-        ids: list[int] = self._apply(template_messages(messages, text_arguments=text_arguments), tools, tokenize=True)
+        chat = template_messages(messages, text_arguments=text_arguments)
+        ids: list[int] = self._apply(chat, tools, tokenize=True, answers=is_answered, variables=variables)
         return ids
 
     @cached_property
@@ -81,13 +85,13 @@ class ToolTemplate:
         writes an object in a form of its own would copy a text, which is not how the model writes it."""
         tools = [_made_tool(name) for name in NAMES]
         messages = template_messages([QUESTION, _made_message(ARGUMENTS[:1])], text_arguments=False)
-        text = self._try_apply(messages, tools, answers=True)
+        text = self.try_write(messages, tools, answers=True)
         takes_objects = text is not None and NAMES[0] in text.partition(QUESTION["content"])[2] and repr(ARGUMENTS[0]) not in text
         return self._read_format(text_arguments=not takes_objects)
 
     @cached_property
     def _takes_tools(self) -> bool:
-        text = self._try_apply([QUESTION], [_made_tool(NAMES[0])])
+        text = self.try_write([QUESTION], [_made_tool(NAMES[0])])
         return text is not None and NAMES[0] in text
 
     @cached_property
@@ -95,43 +99,23 @@ class ToolTemplate:
         text_arguments = self.format is not None and self.format.text_arguments
         result = {"role": "tool", "tool_call_id": "call0", "content": RESULT, "name": NAMES[0]}
         messages = template_messages([QUESTION, _made_message(ARGUMENTS[:1]), result], text_arguments=text_arguments)
-        text = self._try_apply(messages, [_made_tool(NAMES[0])])
+        text = self.try_write(messages, [_made_tool(NAMES[0])])
         return text is not None and RESULT in text
 
-    @cached_property
-    def special_ids(self) -> dict[str, int]:
-        """Return the ids of the tokenizer's special tokens by their text."""
-        tokenizer = self._tokenizer
-        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-    @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        """Return the special tokens that are no part of a call."""
+    @property
+    def markers(self) -> str:
+        """Return the texts that mark calls."""
         form = self.format
-        markers = "" if form is None else form.begin + form.middle + form.end + (form.between or "") + "".join(form.tags or ())
-        return frozenset(id for token, id in self.special_ids.items() if token not in markers)
-
-    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
-        """Return a function that decodes tokens by a copy of the tokenizer, for another thread.
-
-        It writes the special tokens that mark calls, and leaves out the others."""
-        hidden_ids = self._hidden_ids
-
-        def decode(tokens: Sequence[int]) -> str:
-            shown_tokens = [token for token in tokens if token not in hidden_ids]
-            text: str = tokenizer.decode(shown_tokens, skip_special_tokens=False)
-            return text
-
-        return decode
+        return "" if form is None else form.begin + form.middle + form.end + (form.between or "") + "".join(form.tags or ())
 
     def _read_format(self, *, text_arguments: bool) -> ToolFormat | None:
         tools = [_made_tool(name) for name in NAMES]
-        plain = self._try_apply([QUESTION, {"role": "assistant", "content": TEXT}], tools, answers=True)
+        plain = self.try_write([QUESTION, {"role": "assistant", "content": TEXT}], tools, answers=True)
 
         def render(arguments: Sequence[Mapping[str, Any]]) -> str | None:
             """Return the answer with calls that have these arguments, or None if the template takes no such answer."""
             chat = template_messages([QUESTION, _made_message(arguments)], text_arguments=text_arguments)
-            text = self._try_apply(chat, tools, answers=True)
+            text = self.try_write(chat, tools, answers=True)
             if plain is None or text is None:
                 return None
             return text[len(commonprefix([plain, text])) : self._end_of_turn(plain, text)]
@@ -162,25 +146,6 @@ class ToolTemplate:
             if start < end < start + len(token) and start >= 0:
                 return start + len(token)
         return end
-
-    def _try_apply(self, messages: list[Any], tools: list[Any], *, answers: bool = False) -> str | None:
-        """Return the text of a chat, or None if the template takes no such chat."""
-        try:
-            text: str = self._apply(messages, tools, tokenize=False, answers=answers)
-        except RequestError:
-            return None
-        return text
-
-    def _apply(self, messages: list[Any], tools: list[Any] | None, *, tokenize: bool, answers: bool = False) -> Any:
-        """Apply the template. ``answers`` says that the last message is the answer."""
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=not answers, tokenize=tokenize, return_dict=False
-            )
-        except (TemplateError, TypeError, ValueError) as error:  # of the template
-            raise RequestError(
-                f"the chat is not what the chat template of the model takes ({error}); give messages that it takes"
-            ) from None
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], *, text_arguments: bool) -> list[dict[str, Any]]:

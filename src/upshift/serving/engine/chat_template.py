@@ -1,0 +1,123 @@
+"""Write chats by a model's chat template, and find out which variables of a request the template uses."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, meta
+
+from upshift.errors import RequestError
+from upshift.internals.transformers_names import COMPILE_TEMPLATE
+from upshift.serving.messages import TemplateOptions
+
+QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
+EFFORT = "reasoning_effort"
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Return the ids of the tokenizer's special tokens by their text."""
+        tokenizer = self._tokenizer
+        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+    @cached_property
+    def source(self) -> str:
+        """Return the text of the template, or an empty text without a template."""
+        tokenizer = self._tokenizer
+        return str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Return the names that a request may set: those that the template reads, without what transformers gives it itself."""
+        if not self.source:
+            return frozenset()
+        environment = COMPILE_TEMPLATE.get()(self.source).environment
+        names = meta.find_undeclared_variables(environment.parse(self.source))
+        own_names = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        return frozenset(names - own_names - set(self._tokenizer.special_tokens_map) - set(environment.globals))
+
+    def read_variables(self, options: TemplateOptions, *, reasons: bool) -> dict[str, Any]:
+        """Return the variables that a request sets. Raise RequestError if the template uses one of them nowhere.
+
+        ``reasons`` says that the model writes its reasoning apart. Otherwise a request without reasoning needs no variable."""
+        variables: dict[str, Any] = json.loads(options.variables)
+        unknown_names = sorted(set(variables) - self.variables)
+        if unknown_names:
+            name = unknown_names[0]
+            raise RequestError(f"chat_template_kwargs.{name} is not used by the chat template of the model; {self._valid_names}")
+        switch = next((name for name in SWITCHES if name in self.variables), None)
+        wants_reasoning = options.thinking
+        if options.effort is not None:
+            if EFFORT in self.variables and (options.effort != "none" or switch is None):
+                variables.setdefault(EFFORT, options.effort)
+            elif wants_reasoning is None:
+                wants_reasoning = options.effort != "none"
+        if wants_reasoning is None or (switch is None and not wants_reasoning and not reasons):
+            return variables
+        if switch is None:
+            field = "enable_thinking" if options.thinking is not None else EFFORT
+            raise RequestError(f"{field} has no place in the chat template of the model; {self._valid_names}")
+        variables.setdefault(switch, wants_reasoning)
+        return variables
+
+    @property
+    def _valid_names(self) -> str:
+        valid_names = ", ".join(sorted(name for name in self.variables if not name.startswith("_")))
+        return f"leave it out, or set one of {valid_names}" if valid_names else "leave it out"
+
+    def decoder(self, tokenizer: Any, markers: str) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes tokens by a copy of the tokenizer, for another thread.
+
+        It writes the special tokens that ``markers`` contains, and leaves out the others."""
+        hidden_ids = frozenset(id for token, id in self.special_ids.items() if token not in markers)
+
+        def decode(tokens: Sequence[int]) -> str:
+            shown_tokens = [token for token in tokens if token not in hidden_ids]
+            text: str = tokenizer.decode(shown_tokens, skip_special_tokens=False)
+            return text
+
+        return decode
+
+    def try_write(self, messages: list[Any], tools: list[Any] | None = None, *, answers: bool = False) -> str | None:
+        """Return the text of a chat, or None if the template takes no such chat. ``answers`` says that the last message is the
+        answer."""
+        try:
+            text: str = self._apply(messages, tools, tokenize=False, answers=answers)
+        except RequestError:
+            return None
+        return text
+
+    def _apply(
+        self,
+        messages: list[Any],
+        tools: list[Any] | None,
+        *,
+        tokenize: bool,
+        answers: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply the template. ``answers`` says that the last message is the answer."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=not answers,
+                tokenize=tokenize,
+                return_dict=False,
+                **(variables or {}),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # of the template
+            raise RequestError(
+                f"the chat is not what the chat template of the model takes ({error}); give messages that it takes"
+            ) from None

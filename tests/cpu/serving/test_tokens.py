@@ -1,0 +1,128 @@
+"""/tokenize and /detokenize: as the tokenizer itself, of texts and of chats, in messages of any number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from test_serve_faults import Recording, app_of, posted
+from test_serving_parts import of_several
+from test_tool_calls import TEMPLATES, TOOLS, USER, folder, make_tokenizer, message_of  # noqa: F401
+
+from upshift.serving.app import Server, make_app
+from upshift.serving.engine import tokenization
+from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.tokenization import token_replies
+from upshift.serving.engine_client import EngineProcess, RequestRefused
+from upshift.serving.guard import Limits
+from upshift.serving.messages import Detokenize, EngineRequest, Refused, Tokenize
+from upshift.serving.metrics import Metrics
+from upshift.serving.model_pool import ModelPool
+
+TEMPLATE = "{% if brief %}brief{% endif %}"
+
+
+class Speaking(Recording):
+    """An engine that answers with the tokenizer of a worker of this process."""
+
+    tokens, text = EngineProcess.tokens, EngineProcess.text
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__()
+        self.worker = worker
+
+    async def _replies(self, request: Any) -> Any:
+        for reply in self.worker.answer(request):
+            if isinstance(reply, Refused):
+                raise RequestRefused(reply)
+            yield reply
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Any:  # noqa: F811
+    tokenizer = make_tokenizer(TEMPLATES["hermes"])
+    tokenizer.chat_template = TEMPLATE + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    return GenerationWorker(EngineRequest(model=str(folder), engine="torch"))
+
+
+def asked(worker: Any, path: str, **body: Any) -> httpx2.Response:
+    return posted(app_of(Speaking(worker))[0], body, path=path)[0]
+
+
+@pytest.mark.parametrize("size", [1, 3, 2048])
+def test_a_text_there_and_back(size: int, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many messages as it takes."""
+    monkeypatch.setattr(tokenization, "TOKENS_PER_MESSAGE", size)
+    monkeypatch.setattr(tokenization, "CHARACTERS_PER_MESSAGE", size)
+    tokenizer = worker.generator.prompts.tokenizer
+    for text in ("the quick fox <|end|> \N{SNOWMAN}", ""):
+        found = asked(worker, "/tokenize", model="m", prompt=text, return_token_strs=True).json()
+        ids = tokenizer(text).input_ids
+        assert found == {
+            "count": len(ids),
+            "max_model_len": None,
+            "tokens": ids,
+            "token_strs": tokenizer.convert_ids_to_tokens(ids),
+        }
+        assert asked(worker, "/detokenize", tokens=ids).json() == {"prompt": text}
+    assert asked(worker, "/tokenize", prompt="fox", add_special_tokens=False).json()["token_strs"] is None
+
+
+def test_a_chat(worker: Any) -> None:
+    tokenizer = worker.generator.prompts.tokenizer
+
+    def text_of(**body: Any) -> str:
+        text: str = tokenizer.decode(asked(worker, "/tokenize", messages=[USER], **body).json()["tokens"])
+        return text
+
+    plain = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert text_of() == plain
+    assert text_of(add_generation_prompt=False) == plain.removesuffix("<|assistant|>")
+    assert text_of(chat_template_kwargs={"brief": True}) == "brief" + plain
+    assert "<tool>" in text_of(tools=TOOLS)
+    history = [USER, message_of([("now", {})]), {"role": "tool", "tool_call_id": "call_0" * 4, "content": "noon"}]
+    found = asked(worker, "/tokenize", messages=history, tools=TOOLS).json()["tokens"]
+    assert "<tool_call>" in tokenizer.decode(found) and "noon" in tokenizer.decode(found)
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "give either a prompt or messages"),
+    ("/tokenize", {"prompt": "x", "messages": [USER]}, "give either a prompt or messages"),
+    ("/tokenize", {"prompt": "x", "tools": TOOLS}, "need messages instead of a prompt"),
+    ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "leave out add_special_tokens"),
+    ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize is not used"),
+    ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template is not possible here"),
+    ("/tokenize", {"prompt": "x", "model": "other"}, "is not served here"),
+    ("/detokenize", {"tokens": [320]}, "token 320 is not one of the model's 320"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+    ("/detokenize", {}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), WRONG)
+def test_wrong_bodies(path: str, body: dict[str, Any], words: str, worker: Any) -> None:
+    answer = asked(worker, path, **body)
+    assert answer.status_code == (404 if "served" in words else 400) and words in answer.json()["error"]["message"], answer.text
+
+
+def test_the_only_model_needs_no_name(worker: Any) -> None:
+    metrics = Metrics()
+    engines = {name: of_several(Speaking(worker)) for name in "ab"}
+    answer = posted(make_app(Server(ModelPool(engines, metrics), metrics, Limits())), {"prompt": "x"}, path="/tokenize")[0]
+    assert answer.status_code == 400 and "model is missing; give one of a, b" in answer.text
+
+
+def test_an_encoder_has_tokens_but_no_chats() -> None:
+    tokenizer = make_tokenizer("")
+
+    def refuse(request: Tokenize) -> list[int]:
+        raise AssertionError("asked for a chat")
+
+    (tokens,) = token_replies(Tokenize(id=7, prompt="fox"), tokenizer, refuse, 320)
+    (text,) = token_replies(Detokenize(id=8, tokens=tokens.ids), tokenizer, refuse, 320)  # type: ignore[attr-defined]
+    assert (tokens.id, text.id, text.text) == (7, 8, "fox")  # type: ignore[attr-defined]
+    (refused,) = token_replies(Tokenize(id=9, prompt=(USER,)), tokenizer, refuse, 320)
+    assert isinstance(refused, Refused) and refused.id == 9
