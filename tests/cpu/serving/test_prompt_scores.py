@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_serve_faults import app_of, posted
 from test_serving_parts import Clock, following, made, ticket
 from test_tool_calls import TEMPLATES, TOOLS, USER, Working, folder, make_tokenizer  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from upshift.serving.messages import Detokenize
 
@@ -23,7 +23,7 @@ PROMPT = "the quick brown fox"
 
 class Echoing(Working):
     async def text(self, request: Detokenize) -> str:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        tokenizer = make_tokenizer("")
         text: str = tokenizer.decode(list(request.tokens))
         return text
 
