@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_serve_faults import app_of, posted
 from test_serving_parts import Clock, following, made, ticket
-from test_tool_calls import TEMPLATES, TOOLS, USER, Working, folder  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from test_tool_calls import TEMPLATES, TOOLS, USER, Working, folder, make_tokenizer  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 from upshift.serving.messages import Detokenize
 
@@ -23,7 +23,7 @@ PROMPT = "the quick brown fox"
 
 class Echoing(Working):
     async def text(self, request: Detokenize) -> str:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        tokenizer = make_tokenizer("")
         text: str = tokenizer.decode(list(request.tokens))
         return text
 
@@ -39,7 +39,7 @@ def asked(folder: Any, path: str = "/v1/completions", **fields: Any) -> Any:  # 
 
 def reference(folder: Any, text: str) -> tuple[list[int], np.ndarray]:  # noqa: F811
     """Return the token ids of a text, and the log-probabilities [T - 1, V] of the tokens after each of them."""
-    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+    ids = make_tokenizer("")(text, return_tensors="pt").input_ids
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
     return ids[0].tolist(), logits[0].double().log_softmax(-1).numpy()
