@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,10 @@ ROOT = Path(__file__).parents[2]
 MATRIX_PRECISIONS = ("fp32", "fp32_medium", "bf16", "fp16")
 LEAST_SHARE = 0.5  # of the data sheet's 16-bit rate; a GPU that multiplies large matrices reaches 0.6 to 0.9 of it
 FP8_CAPABILITY = (8, 9)
+VARIABLES = (  # that change what the GPU computes, or how fast processes start
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTHONDONTWRITEBYTECODE", "NCCL_P2P_DISABLE",
+)  # fmt: skip
 QUICK_TESTS = "steps_are_those or fused_adamw"
 TERA = 1e12
 GIGA = 1e9
@@ -58,6 +63,8 @@ def torch_facts(count: int) -> dict[str, Any]:
         "capabilities": [f"{major}.{minor}" for major, minor in capabilities],
         "architectures": torch.cuda.get_arch_list(),
         "triton": find_spec("triton") is not None,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "tf32_is_allowed": tf32_is_allowed(),
         "c_compiler": any(shutil.which(name) for name in ("cc", "gcc", "clang")),
         "peers": [
             [first, second]
@@ -65,6 +72,18 @@ def torch_facts(count: int) -> dict[str, Any]:
             if first != second and torch.cuda.can_device_access_peer(first, second)
         ],
     }  # fmt: skip
+
+
+def tf32_is_allowed() -> bool:
+    """Return whether torch allows TF32 after the setting that plans in tf32 make."""
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def probe_rates(request: PartRequest) -> Answer:

@@ -429,6 +429,7 @@ def test_torch_against_the_driver() -> None:
     assert "CUDA 13.0, the driver serves 12.8" in old.what and "nvidia-driver-580" in (old.fix or "")
     assert "without CUDA" in only(examine_cuda(gpus(), None, True, {}), "error").what
     assert only(examine_cuda(gpus(), (12, 8), True, {"CUDA_VISIBLE_DEVICES": ""})).fix == "unset CUDA_VISIBLE_DEVICES"
+    assert only(examine_cuda(gpus(), (12, 8), True, {"NVIDIA_TF32_OVERRIDE": "0"})).fix == "unset NVIDIA_TF32_OVERRIDE"
     for built in ("7.5;9.0+PTX", "9.0a", "8.6a", "12.0"):
         arch = only(examine_cuda(gpus(), (12, 8), True, {"TORCH_CUDA_ARCH_LIST": built}), "error")
         assert arch.fix == 'export TORCH_CUDA_ARCH_LIST="8.9"'

@@ -201,6 +201,13 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
             evidence=f"{len(gpus.states)} GPUs by NVML",
             fix="unset CUDA_VISIBLE_DEVICES",
         )
+    if variables.get("NVIDIA_TF32_OVERRIDE") == "0":
+        yield warning(
+            "NVIDIA_TF32_OVERRIDE",
+            what="is 0: NVIDIA's libraries never multiply in TF32, and precision=tf32 is as slow as fp32",
+            evidence="environment",
+            fix="unset NVIDIA_TF32_OVERRIDE",
+        )
     arch = variables.get("TORCH_CUDA_ARCH_LIST")
     capabilities = sorted({gpu.compute_capability for gpu in gpus.states if gpu.compute_capability})
     needed = [dotted(capability) for capability in capabilities]
