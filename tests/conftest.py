@@ -1,18 +1,15 @@
-"""What every test has: no network, a cache folder of its own, an interrupt that is heard, commands that are built once, property
-tests that time does not fail, and a garbage collector that leaves the libraries alone."""
+"""What every test has: no network, a cache folder of its own, an interrupt that is heard, property tests that time does not fail,
+and a garbage collector that leaves the libraries alone."""
 
 from __future__ import annotations
 
 import gc
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
-import typer.testing
 
 from shared_traces import session_folder, share
 from upshift.importing import importing
@@ -32,26 +29,6 @@ def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("UPSHIFT_CACHE", str(share(base, session_folder(base))))
         # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _commands_are_built_once() -> Iterator[None]:
-    """Typer builds all commands of upshift anew at each call, which takes longer than most calls."""
-    build = typer.main.get_command
-    commands: list[Any] = []
-
-    def get_command(app: typer.Typer) -> Any:
-        command_line = sys.modules.get("upshift.cli.main")
-        if command_line is None or app is not vars(command_line).get("app"):
-            return build(app)
-        if not commands:
-            commands.append(build(app))
-        return commands[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("typer.main.get_command", get_command)
-        patch.setattr("typer.testing._get_command", get_command)
         yield
 
 

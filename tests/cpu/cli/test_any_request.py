@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from math import exp
 from typing import Any, get_args
 
 import pytest
@@ -24,6 +25,7 @@ from upshift.planning.analysis.what_if import explain_choice
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.constraints import conflict
 from upshift.planning.search.ranking import Candidate, limit_of
+from upshift.planning.search.simplicity import PAIR_ERROR
 from upshift.planning.workload import LengthHistogram, Workload
 
 SOURCE = ModelSource(reference="made up", directory=None, config={})
@@ -107,8 +109,9 @@ def check_planning(planning: Planning, fixed: tuple[str, ...]) -> None:
             holder = candidate.plan.layout if hasattr(candidate.plan.layout, name) else candidate.plan
             assert str(getattr(holder, name)) == text
     check_candidate(planning.default, planning)
-    speeds = [candidate.tokens_per_second for candidate in planning.ranking.candidates]
-    assert speeds == sorted(speeds, reverse=True)
+    best, *others = [candidate.tokens_per_second for candidate in planning.ranking.candidates]
+    assert others == sorted(others, reverse=True)
+    assert best >= max([best, *others]) * exp(-PAIR_ERROR)  # the simplest of those that the prediction cannot tell apart
 
 
 def check_candidate(candidate: Candidate, planning: Planning) -> None:

@@ -183,7 +183,7 @@ NARROW = ("--set", "attention=sdpa", "--set", "precision=bf16", "--set", "torch_
 
 @pytest.mark.parametrize(("what", "least"), [("sequence", 256), ("batch", 8), ("model", 4)])
 def test_largest_on_the_command_line(upshift, model, what, least):
-    plan = PLAN[:2] if what == "batch" else PLAN
+    plan = {"batch": PLAN[:2], "sequence": PLAN[2:]}.get(what, PLAN)
     code, out, err = upshift("plan", model, *plan, *ON, "--largest", what, "--json", *NARROW)
     assert code == 0, err
     assert json.loads(out)["largest"]["value"] >= least
@@ -212,7 +212,8 @@ def test_compare_on_the_command_line(upshift, model):
         (("--compare", "1xh100", "--price", "h100=two/h"), ("h100=two/h", "h100=2.5/h")),
         (("--compare", "1xh100", "--deadline", "soon"), ("soon", "72h")),
         (("--compare", "1xh100", "--tokens", "lots"), ("lots", "300B")),
-        (("--compare", "1xh100", "--largest", "sequence"), ("--largest", "--compare")),
+        (("--compare", "1xh100", "--largest", "model"), ("--largest", "--compare")),
+        (("--largest", "sequence"), ("--largest sequence", "--sequence-length")),
     ],
 )
 def test_wrong_questions(upshift, model, arguments, words):

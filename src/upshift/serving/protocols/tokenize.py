@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import TemplateOptions, Tokenize
@@ -14,9 +15,37 @@ from upshift.serving.openai_requests import MAX_TOOLS, CheckedBody, Message, Tok
 MODEL = "one of GET /v1/models; may be left out if there is one"
 
 
+# For the description of the API: a server of several models wants the name of one, and TokenizeRequest checks the rest.
+NAMED_MODEL: JsonDict = {"required": ["model"], "properties": {"model": {"type": "string"}}}
+PROMPT_OR_CHAT: JsonDict = {
+    "allOf": [NAMED_MODEL],
+    "oneOf": [
+        {
+            "required": ["prompt"],
+            "properties": {
+                "prompt": {"type": "string"},
+                "messages": {"type": "null"},
+                "tools": {"maxItems": 0},
+                "chat_template_kwargs": {"maxProperties": 0},
+                "add_generation_prompt": {"const": True},
+            },
+        },
+        {
+            "required": ["messages"],
+            "properties": {
+                "prompt": {"type": "null"},
+                "messages": {"type": "array"},
+                "add_special_tokens": {"enum": [False, None]},
+            },
+        },
+    ],
+}
+
+
 class TokenizeRequest(CheckedBody):
     """A prompt, or the messages of a chat, whose tokens are returned. The fields are vLLM's."""
 
+    model_config = ConfigDict(json_schema_extra=PROMPT_OR_CHAT)
     model: str | None = Field(None, description=MODEL)
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -51,5 +80,7 @@ class TokenizeRequest(CheckedBody):
 
 
 class DetokenizeRequest(CheckedBody):
+    model_config = ConfigDict(json_schema_extra={"allOf": [NAMED_MODEL]})
+
     model: str | None = Field(None, description=MODEL)
     tokens: list[TokenId]

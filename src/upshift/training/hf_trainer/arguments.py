@@ -172,9 +172,13 @@ rest: the precision, activation checkpointing, compilation, the optimizer and th
 reason.
 
 Examples are a contrastive loss, pairs of texts, a loss that keeps a state, texts end to end, and a `training_step` of your own.
-For the trainers of TRL, see [From TRL](trl.md).
+For the trainers of TRL, see [From TRL](trl.md). For those of Sentence Transformers, see
+[Sentence Transformers](trl.md#sentence-transformers).
 
-With several processes, and for batches without an entry `input_ids`, your own settings run instead.
+Your own module around a model of transformers also keeps its batches whole. If a batch has no entry `input_ids`, Upshift
+computes its loss and gradients once, and counts the texts that the model of transformers computes.
+
+With several processes, and if no texts can be counted, your own settings run instead.
 
 ## Trials
 

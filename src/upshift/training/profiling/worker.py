@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemoryRecorder
@@ -73,7 +73,10 @@ class ProfiledLoop(TrainingLoop):
         resident = held_peak_bytes(self.plan)
         with _marking_head(self.train_step.model, self._can_mark_head()):
             memory = self._measure_memory(batches)
-            with torch.autograd.profiler.profile(use_kineto=True, use_device="cuda" if on_device else None) as profiler:
+            activities = [ProfilerActivity.CPU]
+            if on_device:
+                activities.append(ProfilerActivity.CUDA)
+            with profile(activities=activities) as profiler:
                 for _ in range(PROFILED_STEPS):
                     self._run_marked_step(batches)
         trace = Path(self.output) / TRACE_FILE.format(self.rank)
@@ -128,7 +131,7 @@ class ProfiledLoop(TrainingLoop):
             torch.cuda.reset_peak_memory_stats()
             self._run_marked_step(batches)
             return {"step": gib(torch.cuda.max_memory_allocated())}
-        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self._run_marked_step(batches)
         return {name: gib(bytes_before + size) for name, size in peak_bytes_by_phase(_events(profiler)).items()}
 
@@ -140,7 +143,7 @@ class ProfiledLoop(TrainingLoop):
         return self.plan.layout.pipeline_parallel == 1 and self.plan.torch_compile != "model"
 
 
-def _break_down(profiler: torch.autograd.profiler.profile, *, on_device: bool) -> TimeBreakdown:
+def _break_down(profiler: profile, *, on_device: bool) -> TimeBreakdown:
     events = _events(profiler)
     if on_device:
         device_events = [event for event in events if event.device_type() != torch.profiler.DeviceType.CPU]
@@ -157,8 +160,8 @@ def _break_down(profiler: torch.autograd.profiler.profile, *, on_device: bool) -
     return HostBreakdown([span for span in spans if not span.name.startswith("gloo:")], exchanges).compute()
 
 
-def _events(profiler: torch.autograd.profiler.profile) -> list[Any]:
-    return list(profiler.kineto_results.events())  # type: ignore[union-attr]
+def _events(profiler: profile) -> list[Any]:
+    return list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
 
 
 def _span(event: Any) -> Span:
