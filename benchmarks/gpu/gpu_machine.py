@@ -81,7 +81,7 @@ def tf32_is_allowed() -> bool:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        return torch.backends.cuda.matmul.allow_tf32
+        return bool(torch.backends.cuda.matmul.allow_tf32)
     finally:
         torch.set_float32_matmul_precision(precision)
 

@@ -12,7 +12,7 @@ from upshift.tuning.library_trainers import LibraryTrainers
 
 COMMON_TRAINERS = ("CrossEncoderTrainer", "SentenceTransformerTrainer", "SparseEncoderTrainer")  # others are found by name, too
 __all__ = sorted(COMMON_TRAINERS)
-_TRAINERS = LibraryTrainers(library="sentence_transformers", extra="sentence-transformers", door=__name__)
+_TRAINERS = LibraryTrainers(library="sentence_transformers", extra="sentence-transformers", module=__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from upshift.tuning.library_trainers import LibraryTrainers
 # The trainers that TRL calls stable. Its other trainers are found by name, too.
 STABLE_TRAINERS = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "RLOOTrainer", "SFTTrainer")
 __all__ = sorted(STABLE_TRAINERS)
-_TRAINERS = LibraryTrainers(library="trl", extra="trl", door=__name__)
+_TRAINERS = LibraryTrainers(library="trl", extra="trl", module=__name__)
 
 
 def __getattr__(name: str) -> Any:

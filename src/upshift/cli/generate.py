@@ -28,6 +28,7 @@ from upshift.cli.options import (
     RaceSeconds,
     option,
     read_generation_settings,
+    read_settings_of,
 )
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
@@ -114,7 +115,8 @@ def command(
     generation_options = _merge_options(options or [], flags)
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
-        "race_seconds": race_seconds, "engine_python": engine_python, "engine_arguments": _read_engine_settings(engine_settings),
+        "race_seconds": race_seconds, "engine_python": engine_python,
+        "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if backend != "race":
         generate_xla.check(backend, {**race_options, "stop": stop})
@@ -143,13 +145,6 @@ def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], 
     with tables.step("Reading the model"):
         generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
     return generator, generator.options(**options)
-
-
-def _read_engine_settings(pairs: list[str] | None) -> dict[str, Any] | None:
-    """Return the engine arguments of ``--engine-set`` by name, or None without any."""
-    from upshift.inference.engine_environment import parse_arguments
-
-    return parse_arguments(pairs) if pairs else None
 
 
 def _merge_options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:

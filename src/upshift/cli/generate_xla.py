@@ -15,15 +15,16 @@ from upshift.cli.tables import dim
 from upshift.errors import RequestError
 
 EXACT = "exact"
+FLAGS = {"engine_arguments": "--engine-set"}  # whose names differ from those of the race's options
 
 
 def check(backend: str, race_options: Mapping[str, Any]) -> None:
     """Raise RequestError for an unknown backend, and for ``race_options`` that are set: XLA runs no race."""
     if backend != "xla":
         raise RequestError(f"--backend {backend!r} is not known; use race or xla")
-    unsupported = [name for name, value in race_options.items() if value not in (None, [], EXACT)]
+    unsupported = [name for name, value in race_options.items() if value not in (None, [], {}, EXACT)]
     if unsupported:
-        flags = ", ".join("--" + name.replace("_", "-").replace("arguments", "set") for name in unsupported)
+        flags = ", ".join(FLAGS.get(name, "--" + name.replace("_", "-")) for name in unsupported)
         raise RequestError(f"--backend xla computes in fp32, by its one engine, and does not take {flags}; leave out one of them")
 
 

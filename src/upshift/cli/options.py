@@ -349,21 +349,30 @@ Html = Annotated[
 Json = Annotated[bool, option("--json", text="Print one JSON document to standard output.", panel=Panel.OUTPUT)]
 
 
-def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the options of generation of ``--set`` (NAME=VALUE) by name. A value is JSON, or a text.
+def read_settings_of(option_name: str, pairs: Sequence[str], *, example: str) -> dict[str, Any]:
+    """Return the values of a repeatable option (NAME=VALUE) by name. A value is JSON, or a text.
 
-    Raise RequestError for an option without a value or with two, and for greedy decoding with an option of sampling."""
-    options: dict[str, Any] = {}
+    Raise RequestError for a name without a value, or with two. ``example``: a pair, for the message."""
+    settings: dict[str, Any] = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
         if not separator:
-            raise RequestError(f"--set {pair!r} has no value; write NAME=VALUE, such as temperature=0.7")
+            raise RequestError(f"{option_name} {pair!r} has no value; write NAME=VALUE, such as {example}")
         value: Any = text
         with suppress(ValueError):
             value = json.loads(text.lower() if text in ("True", "False") else text)
-        if name in options and options[name] != value:
-            raise RequestError(f"--set {name}={json.dumps(options[name])} and --set {pair} say two things; leave out one of them")
-        options[name] = value
+        if name in settings and settings[name] != value:
+            earlier = f"{option_name} {name}={json.dumps(settings[name])}"
+            raise RequestError(f"{earlier} and {option_name} {pair} say two things; leave out one of them")
+        settings[name] = value
+    return settings
+
+
+def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the options of generation of ``--set`` (NAME=VALUE) by name.
+
+    Raise RequestError as ``read_settings_of`` does, and for greedy decoding with an option of sampling."""
+    options = read_settings_of("--set", pairs, example="temperature=0.7")
     if options.get("do_sample") is False:
         unused = next((name for name in WARPERS if changes_sampling(name, options.get(name))), None)
         if unused is not None:

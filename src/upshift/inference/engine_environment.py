@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,24 +148,6 @@ def read_arguments(arguments: Mapping[str, Any]) -> EngineArguments:
         return EngineArguments.from_fields(dict(arguments))
     except RequestError as error:
         raise RequestError(f"--engine-set: {error}") from None
-
-
-def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``--engine-set`` (NAME=VALUE) by name. A value is JSON, or a text.
-
-    Raise RequestError for an argument without a value, or with two."""
-    arguments: dict[str, Any] = {}
-    for pair in pairs:
-        name, separator, text = pair.partition("=")
-        if not separator:
-            raise RequestError(f"--engine-set {pair!r} has no value; write NAME=VALUE, such as tensor_parallel_size=2")
-        value: Any = text
-        with suppress(ValueError):
-            value = json.loads(text.lower() if text in ("True", "False") else text)
-        if arguments.get(name, value) != value:
-            raise RequestError(f"--engine-set {name}={arguments[name]} and {pair} say two things; leave out one of them")
-        arguments[name] = value
-    return arguments
 
 
 def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Give a plan to the trainers of another library: each of its Trainer classes gets ``upshift.Trainer`` behind it.
 
-The doors ``upshift.trl`` and ``upshift.sentence_transformers`` find their classes here, by name and when they are asked for.
+The modules ``upshift.trl`` and ``upshift.sentence_transformers`` find their classes here by name, when a script imports one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class LibraryTrainers:
 
     library: str  # the name by which it is imported
     extra: str
-    door: str  # the module of Upshift that has the planned classes
+    module: str  # of Upshift, which has the planned classes
 
     def names(self) -> list[str]:
         """Return the names of the library's trainers. Raise MissingExtra if it is not installed."""
         if find_spec(self.library) is None:
-            raise MissingExtra(library=self.extra, extra=self.extra, purpose=self.door)
+            raise MissingExtra(library=self.extra, extra=self.extra, purpose=self.module)
         return sorted(name for name in dir(import_module(self.library)) if name.endswith("Trainer"))
 
     def planned(self, name: str) -> Any:
         """Return the library's trainer ``name`` with plans. Raise AttributeError if the library has no such trainer."""
         if name.startswith("__"):
-            raise AttributeError(f"module {self.door!r} has no attribute {name!r}")
+            raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
         if name not in self._planned:
             self._planned[name] = self._with_plans(name)
         return self._planned[name]
@@ -44,9 +44,9 @@ class LibraryTrainers:
         names = self.names()
         if name not in names:
             raise AttributeError(
-                f"module {self.door!r} has no attribute {name!r}; it has {', '.join(names)}, and {self.library} has the rest"
+                f"module {self.module!r} has no attribute {name!r}; it has {', '.join(names)}, and {self.library} has the rest"
             )
         from upshift.training.hf_trainer.trainer import with_plans
         from upshift.tuning.trainer import Trainer
 
-        return with_plans(getattr(import_module(self.library), name), Trainer, module=self.door)
+        return with_plans(getattr(import_module(self.library), name), Trainer, module=self.module)
