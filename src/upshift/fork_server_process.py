@@ -1,7 +1,8 @@
 """Run the process behind ``ForkServer``: import a worker, then fork a child for each request on standard input.
 
-SIGINT ends this process and the child, and so does the end of the client that sends requests. If importing the worker has
-initialised CUDA, no forked process can use a GPU. The child then executes this module again and imports the worker itself."""
+SIGINT ends this process and the child, and so does the end of the client that sends requests. Some libraries ask torch about GPUs
+while they are imported. NVML answers, because no fork of a process that started CUDA can use a GPU. If an import starts CUDA all
+the same, the child executes this module again and imports the worker itself."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 
 from upshift import parent_process
 from upshift.importing import importing
-from upshift.internals.torch_names import is_fork_after_cuda
+from upshift.internals.torch_names import cuda_not_started, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.settings import quiet_libraries
 
@@ -35,7 +36,7 @@ def main(worker_name: str) -> None:
     signal.signal(signal.SIGINT, partial(_kill_children, children))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print must not mix with the answers
-    with importing():
+    with importing(), cuda_not_started():
         worker = importlib.import_module(worker_name)
         gc.freeze()  # else each child's garbage collector visits all objects of the libraries and copies their pages
     for line in sys.stdin:

@@ -179,3 +179,42 @@ def test_offloads_change_no_loss(train: Callable[..., dict[str, object]], tmp_pa
     here = train("h100", tmp_path / "here", *plain)
     moved = train("h100", tmp_path / "moved", *plain, "--set", "activation_offload=True", "--set", "optim_offload=True")
     assert losses(moved) == pytest.approx(losses(here), rel=1e-3)
+
+
+WORKERS = (
+    "upshift.inference.encoding.contest", "upshift.inference.generation.contest", "upshift.training.elastic.replica_process",
+    "upshift.training.job.server", "upshift.training.trials.worker", "upshift.tuning.mup_check", "upshift.tuning.trainer_trial",
+)  # fmt: skip
+ASKING_WORKER = """
+import os, torch
+from answers import Said
+ASKED = torch.cuda.is_available(), torch.cuda.get_device_capability()
+LOADED = os.getpid()
+
+def main(path, answer):
+    from upshift.internals.torch_names import is_fork_after_cuda
+    torch.ones(2, device="cuda")
+    same = ASKED == (torch.cuda.is_available(), torch.cuda.get_device_capability())
+    answer(Said(text=f"forked {os.getppid() == LOADED}, lost CUDA {is_fork_after_cuda()}, same answers {same}"))
+"""
+ANSWERS = """
+from upshift.value import Value
+
+class Said(Value):
+    text: str
+"""
+ASK = """
+from answers import Said
+from upshift.fork_server import fork_server
+with fork_server("asking_worker") as server:
+    for _ in range(2):
+        print(*(getattr(one, "text", one) for one in server.ask(Said(text=""), Said, limit_seconds=60.0)), flush=True)
+"""
+
+
+def test_importing_a_worker_does_not_start_cuda(on_gpus: Run, tmp_path: Path) -> None:
+    """A worker may import any library that asks for GPUs: its children are forks, which start in milliseconds."""
+    (tmp_path / "asking_worker.py").write_text("".join(f"import {worker}\n" for worker in WORKERS) + ASKING_WORKER)
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    done = on_gpus("2x4090", "-c", ASK)
+    assert done.stdout.count("forked True, lost CUDA False, same answers True") == 2, done.stdout + done.stderr

@@ -7,9 +7,12 @@ have fall-backs that give the same results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 from upshift.errors import MissingInternal
 from upshift.internals.lookup import Internal
@@ -77,6 +80,7 @@ EXCHANGES = tuple(
 )
 CHUNK_CAT = Internal("torch", "torch:_chunk_cat", DIVIDED, DIVIDED_INSTEAD)
 BAD_FORK = Internal("torch", "torch.cuda:_is_in_bad_fork", "Starting processes that use a GPU", "make CUDA_VISIBLE_DEVICES empty")
+NVML_INDEX = Internal("torch", "torch.cuda:_get_nvml_device_index", "Starting processes that use a GPU faster")
 DEFAULT_STORE = Internal("torch", "torch.distributed.distributed_c10d:_get_default_store", "What ranks tell each other")
 FLIGHT_RECORDER = Internal("torch", "torch._C:_distributed_c10d", "Naming the collective that ranks wait in")
 FSDP_GATHER = Internal(
@@ -115,6 +119,46 @@ def is_fork_after_cuda() -> bool:
 
     Some libraries query CUDA while they are imported (torchao 0.18: float8_utils, mx_formats/kernels)."""
     return "torch" in sys.modules and bool(BAD_FORK.get()())
+
+
+@contextmanager
+def cuda_not_started() -> Iterator[None]:
+    """Answer questions about GPUs from NVML while libraries are imported, so that a later fork of this process can use a GPU.
+
+    CUDA answers where NVML cannot. See torch's note on "Poison fork in multiprocessing"."""
+    import torch
+
+    cuda = torch.cuda
+    ask_cuda = cuda.get_device_capability
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        return _nvml_capability(device) or ask_cuda(device)
+
+    with (
+        mock.patch.object(cuda, "is_available", lambda: cuda.device_count() > 0),
+        mock.patch.object(cuda, "get_device_capability", capability),
+    ):
+        yield
+
+
+def _nvml_capability(device: Any) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device by its number or name. None if NVML cannot tell."""
+    try:
+        pynvml = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(NVML_INDEX.get()(device or 0))  # the current device is 0 before CUDA starts
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except (MissingInternal, RuntimeError, pynvml.NVMLError):  # RuntimeError: torch finds no number for a UUID
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return major, minor
 
 
 def dispatch_mode(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
