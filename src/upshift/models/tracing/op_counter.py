@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from upshift.internals.torch_names import (
     AUTOGRAD_NODE,
@@ -80,18 +80,26 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     name = function.name()
     repeated = 0
     if name in ATTENTION_FORWARD:
-        query, key, value = args[:3]
-        flops = sdpa_flop_count(query.shape, key.shape, value.shape)
+        flops = sum(_attention_products(*args[:3]))
         causal = argument_of(function, "is_causal", args, kwargs)
     elif name in ATTENTION_BACKWARD:
-        grad, query, key, value = args[:4]
-        flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-        repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+        scores, weighted_sum = _attention_products(*args[1:4])
+        repeated = scores
+        flops = 2 * (scores + weighted_sum) + repeated
         causal = argument_of(function, "is_causal", args, kwargs)
     else:
         return None
     divisor = 2 if causal else 1
     return int(flops // divisor), int(repeated // divisor)
+
+
+def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+    """Return the FLOPs of query x key and of scores x value, of [batch, heads, length, size] each.
+
+    Keys and values may have fewer heads than queries, each for a group of query heads. torch 2.11's formulas refuse that."""
+    batch, heads, num_queries, key_size = query.shape
+    num_pairs = batch * heads * num_queries * key.shape[2]
+    return 2 * num_pairs * key_size, 2 * num_pairs * value.shape[3]
 
 
 def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
