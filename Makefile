@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
-	@echo "make gpu    run every part on this machine's GPUs in ten minutes; a verdict, and one file to send"
+	@echo "make gpu    run every part on this machine's GPUs in about a quarter of an hour; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
 	@echo "make light  only the tests that need no torch"
 	@echo "make mutants  change planning, checkpoints, data and the loss split in 380 small places; does a test see each?"
@@ -40,7 +40,7 @@ demo: $(VENV)/.core
 test: check
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
-# Options of the check: make gpu GPU_OPTIONS='--only train,generate --minutes 20'
+# Options of the check: make gpu GPU_OPTIONS='--only train,generate --minutes 34'
 gpu: $(VENV)/.gpu
 	$(BIN)/python benchmarks/gpu/gpu_check.py $(GPU_OPTIONS)
 

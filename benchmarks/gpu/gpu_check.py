@@ -1,6 +1,6 @@
 """Run every part of Upshift on the GPUs of this machine, print a verdict, and pack one file to send.
 
-    make gpu    or    python benchmarks/gpu/gpu_check.py [--list] [--only PART,PART] [--output FOLDER] [--again] [--minutes 10]
+    make gpu    or    python benchmarks/gpu/gpu_check.py [--list] [--only PART,PART] [--output FOLDER] [--again] [--minutes 17]
 
 Each part runs in a process of its own with a time limit. Its result is one row of OUTPUT/rows.jsonl, also if it crashes, hangs
 or runs out of memory. A second run goes on where the first one ended: parts that have a result are not run again.
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="PART,PART", help="run these parts, and those that they need")
     parser.add_argument("--output", type=Path, default=OUTPUT, help=f"folder of the results; default {OUTPUT}")
     parser.add_argument("--again", action="store_true", help="also run parts that have a result")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="all time limits together; default 10")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="all time limits together; default 17")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that the parts run, measures nothing")
     options = parser.parse_args(arguments)
     if not 0 < options.minutes < 24 * 60:
