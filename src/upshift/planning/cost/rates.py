@@ -34,6 +34,9 @@ MATRIX_PRECISION: dict[str, MatrixPrecision] = {
 CPU_ATTENTION_SHARE = 0.4
 BLOCK_ATTENTION_SHARE = 0.9  # measured likewise, for the products that block attention computes, softmax included
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
+# The same on a GPU's host, over queueing one kernel. Measured on an H100's: 28 to 46 us a kernel of BERT-large in bf16, where
+# queueing one takes 7.6 (docs/gpu_check.md). The device computes meanwhile, so only small batches are bound by it.
+GPU_DISPATCHES_PER_KERNEL = 5.0
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
 # Matrix products with a weight in a step: its output, its input's gradient and, if it is trained, its own gradient.
@@ -146,7 +149,7 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
         attention=sustained.attention * outside,
         memory=sustained.memory * memory,
         stream=memory,
-        dispatch=dispatch,
+        dispatch=dispatch * GPU_DISPATCHES_PER_KERNEL,
         first_touch=0.0,
     )
 
