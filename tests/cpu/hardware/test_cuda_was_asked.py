@@ -44,8 +44,8 @@ def test_processes_that_compute_begin_anew(options: tuple[str, ...], tmp_path: P
     LlamaConfig(**sizes, max_position_embeddings=64, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
     command = (
         "train", tmp_path / "model", "--from-config", "--data", tmp_path / "data.jsonl", "-o", tmp_path / "out",
-        "--sequence-length", "16", "--global-batch", "8", "--max-steps", "2", "--json", *(f"--set={choice}" for choice in CHOICES),
-        *options,
+        "--sequence-length", "16", "--global-batch", "8", "--max-steps", "2", "--json",
+        *(f"--set={choice}" for choice in CHOICES), *options,
     )  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
