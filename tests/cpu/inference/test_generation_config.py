@@ -21,6 +21,7 @@ from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT, read_defaults
 from upshift.models.source import find_model
+from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.options import read_options as read_xla_options
 
 NEW = 12
@@ -271,6 +272,14 @@ def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str,
         assert f"says {name}=" in str(error)
         return
     assert getattr(after, name) == VALUES[name] != getattr(before, name)
+
+
+def test_options_of_beams_need_another_program_only_with_beams() -> None:
+    plain = XlaGeneration()
+    for changed in ({"length_penalty": 3.0}, {"early_stopping": True}):
+        assert plain.changed(**changed).program() == plain.program()
+        searched = plain.changed(num_beams=2)
+        assert searched.changed(**changed).program() != searched.program()
 
 
 def test_a_request_reads_no_file(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
