@@ -35,7 +35,6 @@ from upshift.training.prepare import chunked_loss, load_or_build, prepare_model
 LLAMA = LlamaConfig(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=3, vocab_size=300
 )
-SHALLOW = LlamaConfig(**LLAMA.to_diff_dict() | {"num_hidden_layers": 2})  # a compiler takes seconds for each layer
 BERT = BertConfig(hidden_size=64, num_attention_heads=4, intermediate_size=96, num_hidden_layers=4, vocab_size=300)
 ALL_LINEAR = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
 
@@ -45,10 +44,8 @@ def plan_of(**fields: object) -> Plan:
     return Plan.model_validate(given)
 
 
-def llama(
-    adapter: object, dtype: torch.dtype = torch.float32, *, name: str = "default", config: LlamaConfig = LLAMA
-) -> nn.Module:
-    return get_peft_model(LlamaForCausalLM(config).to(dtype), copy.deepcopy(adapter), adapter_name=name)  # type: ignore[arg-type]
+def llama(adapter: object, dtype: torch.dtype = torch.float32, *, name: str = "default") -> nn.Module:
+    return get_peft_model(LlamaForCausalLM(LLAMA).to(dtype), copy.deepcopy(adapter), adapter_name=name)  # type: ignore[arg-type]
 
 
 def classifier(dtype: torch.dtype) -> nn.Module:
@@ -219,10 +216,10 @@ def test_a_model_with_other_layers_than_its_config_makes_gets_no_head():
         source_of(model, allows_other_forward=True)
 
 
-def lora_with_weights(config: LlamaConfig) -> nn.Module:
+def lora_with_weights() -> nn.Module:
     """Random weights on both sides, so that every gradient is more than zero."""
     torch.manual_seed(0)
-    model = llama(ALL_LINEAR, config=config)
+    model = llama(ALL_LINEAR)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
@@ -255,9 +252,8 @@ def test_a_peft_model_has_the_loss_and_gradients_of_plain_peft_under_every_plan(
         return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     plan = plan_of(**PLANS[name])
-    config = LLAMA if plan.torch_compile == "off" else SHALLOW
-    expected, gradients = loss_and_gradients(lora_with_weights(config), None)
-    found, others = loss_and_gradients(prepare_model(lora_with_weights(config), plan, Mesh(plan)), plan)
+    expected, gradients = loss_and_gradients(lora_with_weights(), None)
+    found, others = loss_and_gradients(prepare_model(lora_with_weights(), plan, Mesh(plan)), plan)
     assert found == pytest.approx(expected, rel=1e-6)
     assert gradients.keys() == others.keys() and all("lora" in name for name in gradients)
     for parameter, gradient in gradients.items():
