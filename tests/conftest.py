@@ -1,15 +1,18 @@
-"""What every test has: no network, a cache folder of its own, an interrupt that is heard, property tests that time does not fail,
-and a garbage collector that leaves the libraries alone."""
+"""What every test has: no network, a cache folder of its own, an interrupt that is heard, a command line that is built once,
+property tests that time does not fail, and a garbage collector that leaves the libraries alone."""
 
 from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+import typer.testing
 
 from shared_traces import session_folder, share
 from upshift.importing import importing
@@ -29,6 +32,35 @@ def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("UPSHIFT_CACHE", str(share(base, session_folder(base))))
         # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _command_line_is_built_once() -> Iterator[None]:
+    """Share upshift's commands between calls of the command line: Typer builds all of them at each call, in 25 ms.
+
+    A command keeps the names of its help option from the first context that it was parsed in. So what a test builds by
+    ``typer.main.get_command``, and parses without the context of ``upshift``, is not shared: ``-h`` would be unknown later.
+    """
+    build = typer.main.get_command
+    call = typer.Typer.__call__
+    built: list[Any] = []
+
+    def command_of(app: typer.Typer) -> Any:
+        command_line = sys.modules.get("upshift.cli.main")
+        if command_line is None or app is not vars(command_line).get("app"):
+            return None
+        if not built:
+            built.append(build(app))
+        return built[0]
+
+    def call_once_built(app: typer.Typer, *arguments: Any, **options: Any) -> Any:
+        command = command_of(app)
+        return call(app, *arguments, **options) if command is None else command(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.Typer, "__call__", call_once_built)
+        patch.setattr("typer.testing._get_command", lambda app: command_of(app) or build(app))
         yield
 
 

@@ -44,14 +44,16 @@ def all_gpus(request: PartRequest) -> int:
 
 
 def train_layout(request: PartRequest, processes: int, *options: str) -> Answer:
-    """Train by ``upshift train`` in fp32, without packing and compilation, and compare the losses with one GPU's."""
+    """Train by ``upshift train`` in fp32, with nothing compiled or packed and one kernel of attention, so that little is traced.
+
+    Compare the losses with one GPU's."""
     sizes = sizes_for(request)
     output = request.work / request.part
     command = [
         sys.executable, "-m", "upshift", "train", str(request.work / "model"), "--data", str(request.work / "data.jsonl"),
         "-o", str(output), "--overwrite", "--json", "--from-config", "--sequence-length", str(sizes.small.sequence_length),
         "--global-batch", str(GLOBAL_BATCH), "--max-steps", str(STEPS), "--trial-seconds", "0", "--set", "precision=fp32",
-        "--set", "packing=False", "--set", "torch_compile=off", "--nproc", str(processes), *options,
+        "--set", "packing=False", "--set", "torch_compile=off", "--set", "attention=sdpa", "--nproc", str(processes), *options,
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=MAX_SECONDS, check=False)
     shutil.rmtree(output, ignore_errors=True)

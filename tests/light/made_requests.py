@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, get_args
 
 from made_profile import FEED_FORWARD, HIDDEN, LAYER, LAYERS, OUTSIDE, make_profile, segment
@@ -45,6 +46,7 @@ def _new_pairs(chosen: dict[str, int], name: str, place: int, names: list[str], 
     return sum(pair in left for pair in pairs)
 
 
+@cache
 def model_of(kind: str, objective: str, *, longest: int) -> ModelProfile:
     """Return a made profile. ``kind``: full, tied, lora, qlora, mixture or plain (shares nothing, splits no loss)."""
     profile = make_profile(longest=longest).changed(objective=objective)

@@ -82,7 +82,11 @@ def test_a_training_with_trials_is_that_of_the_cpu(
     train: Callable[..., dict[str, object]], on_gpus: Run, job: Path, tmp_path: Path
 ) -> None:
     """Trials, which are processes of their own, and the run itself find the device; the losses are the CPU's."""
-    few = ("--set", "per_device_train_batch_size=4", "--set", "activation_checkpointing=0")  # plans that are worth a trial
+    choices = (  # plans that are worth a trial are few
+        "per_device_train_batch_size=4", "activation_checkpointing=0", "loss_chunk_tokens=0", "loss_kernel=eager",
+        "fused_kernels=False", "optimizer_in_backward=False", "optim_offload=False", "activation_offload=False",
+    )  # fmt: skip
+    few = tuple(part for choice in choices for part in ("--set", choice))
     plain = ("--set", "precision=fp32", *few)
     on_gpu = train("h100", tmp_path / "gpu", "--trial-seconds", "90", *plain)
     assert on_gpu["measured"]["peak_gib"] > 0  # type: ignore[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,18 +60,27 @@ def by_hand(directory: Path, texts: list[str]) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def expected() -> np.ndarray:
-    return by_hand(MINILM, TEXTS)
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return MiniLM's folder with its first two layers: every engine converts or compiles each layer."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(MINILM, folder)
+    AutoModel.from_pretrained(MINILM, num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(shallow: Path) -> np.ndarray:
+    return by_hand(shallow, TEXTS)
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> None:
+def test_engines_agree_with_transformers(name: str, shallow: Path, expected: np.ndarray) -> None:
     setup = SETUPS[name]
     if not registry.is_installed(setup.engine):
         pytest.skip(f"{setup.engine} is not installed")
     if setup.precision == "tf32" and detect().medium_is_bf16:
         pytest.skip("with this CPU's AMX torch computes tf32 in bf16, and no race has it")
-    source = find_model(str(MINILM))
+    source = find_model(str(shallow))
     recipe = read_encoding_config(source)
     tokens = TextTokenizer(source, recipe)
     ids = tokens.tokenize(TEXTS)
@@ -240,31 +250,31 @@ def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pyt
         command(str(tmp_path), lines, tmp_path / "rows.npy")
 
 
-def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
+def test_encoder_races_once_and_keeps_the_order(shallow: Path, expected: np.ndarray) -> None:
     engine = "openvino" if registry.is_installed("openvino") else "torch"
-    encoder = Encoder(str(MINILM), engine=engine)
+    encoder = Encoder(str(shallow), engine=engine)
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled
     assert encoder.race.runs[0].setup.engine == "torch" and len(encoder.race.runs) >= 2
     assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.meets("exact")]
     assert np.abs(found - expected).max() < 2e-4
-    again = upshift.Encoder(str(MINILM), engine=engine)
+    again = upshift.Encoder(str(shallow), engine=engine)
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)
     assert again.race is not None and again.race.recalled and again.race.chosen == encoder.race.chosen
     assert again.encode([]).shape == (0, 0)
 
 
-def test_a_limit_of_time_chooses_a_smaller_batch(expected: np.ndarray) -> None:
-    encoder = Encoder(str(MINILM), engine="torch", max_latency_ms=1e6)
+def test_a_limit_of_time_chooses_a_smaller_batch(shallow: Path, expected: np.ndarray) -> None:
+    encoder = Encoder(str(shallow), engine="torch", max_latency_ms=1e6)
     assert np.abs(encoder.encode(TEXTS[:3]) - expected[:3]).max() < 2e-4
     race = encoder.race
     assert race is not None and all(run.first_seconds and run.setup.hint == "latency" for run in race.runs)
     alone = min(race.runs, key=lambda run: run.first_seconds or 0.0)
-    again = Encoder(str(MINILM), engine="torch", max_latency_ms=1e3 * (alone.first_seconds or 0.0))
+    again = Encoder(str(shallow), engine="torch", max_latency_ms=1e3 * (alone.first_seconds or 0.0))
     again.encode(TEXTS[:3])
     assert again.race is not None and again.race.recalled and again.race.chosen == alone.setup
     with pytest.raises(NothingFits, match="as quick as asked; the nearest is torch ..32 with a batch of"):
-        Encoder(str(MINILM), engine="torch", max_latency_ms=1e-6).encode(TEXTS[:3])
+        Encoder(str(shallow), engine="torch", max_latency_ms=1e-6).encode(TEXTS[:3])
 
 
 def test_wrong_requests() -> None:
@@ -276,10 +286,10 @@ def test_wrong_requests() -> None:
         Encoder(str(MINILM)).token_scores(["a text"])
 
 
-def test_command_line(tmp_path: Path, expected: np.ndarray, upshift: Command) -> None:
+def test_command_line(tmp_path: Path, shallow: Path, expected: np.ndarray, upshift: Command) -> None:
     texts, output = tmp_path / "texts.jsonl", tmp_path / "rows.parquet"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    command = ["encode", MINILM, "-i", texts, "-o", output, "--json"]
+    command = ["encode", shallow, "-i", texts, "-o", output, "--json"]
     done = upshift(*command, "--engine", "torch")
     assert done.code == 0, done.err
     said = json.loads(done.out)

@@ -21,6 +21,7 @@ from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT, read_defaults
 from upshift.models.source import find_model
+from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.options import read_options as read_xla_options
 
 NEW = 12
@@ -63,10 +64,12 @@ CHANGES = {  # the text of the first prompt, beside that of BASE, in both kinds 
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder, and the class that transformers loads it with."""
     folder = tmp_path_factory.mktemp("model")
-    config, kind = CONFIGS["gpt2"], AutoModelForCausalLM
+    config, kind, layers = CONFIGS["gpt2"], AutoModelForCausalLM, {"n_layer": 1}
     if request.param == "encoder-decoder":
         config, kind = SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM
-    save(folder, config, kind)
+        layers = {"encoder_layers": 1, "decoder_layers": 1}
+    # The fields are about what follows the layers, and XLA compiles each program's layers anew.
+    save(folder, type(config)(**config.to_diff_dict() | layers), kind)
     return folder, kind
 
 
@@ -269,6 +272,14 @@ def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str,
         assert f"says {name}=" in str(error)
         return
     assert getattr(after, name) == VALUES[name] != getattr(before, name)
+
+
+def test_options_of_beams_need_another_program_only_with_beams() -> None:
+    plain = XlaGeneration()
+    for changed in ({"length_penalty": 3.0}, {"early_stopping": True}):
+        assert plain.changed(**changed).program() == plain.program()
+        searched = plain.changed(num_beams=2)
+        assert searched.changed(**changed).program() != searched.program()
 
 
 def test_a_request_reads_no_file(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

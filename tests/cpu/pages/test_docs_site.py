@@ -1,12 +1,14 @@
-"""The pages of docs/ as a site in a real browser: every situation of the start page leads somewhere, no other host is asked, and
-nothing is wider than a phone."""
+"""The pages of docs/ as a site: it builds strictly and without a network. In a real browser every situation of the start page
+leads somewhere, no other host is asked, and nothing is wider than a phone."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +16,7 @@ from threading import Thread
 
 import pytest
 from headless import browser
+from pages import HISTORY
 from web_driver import Page, driven
 
 ROOT = Path(__file__).parents[3]
@@ -31,19 +34,45 @@ class Silent(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
-    browser()  # skips before anything is built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as a strict build does, with no program and no network, and return its folder.
+
+    Strict: a link that leads nowhere, a page that is in no menu or a name that is not there is an error."""
+    pytest.importorskip("mkdocs", reason="needs pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_network(built: Path) -> None:
+    asked = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+    assert [found for page in built.rglob("*.html") for found in asked.findall(page.read_text(encoding="utf-8"))] == []
+    reference = (built / "api.html").read_text(encoding="utf-8")
+    assert "sequence_length" in reference and "load_in_4bit" in reference and ":::" not in reference
+    assert 'dir="rtl"' in (built / "index.ar.html").read_text(encoding="utf-8")
+    # The log is no page of the site. A link to it, and to a file beside docs/, is words and the file's place.
+    assert [name for name in HISTORY if (built / name).with_suffix(".html").exists()] == []
+    one_gpu = (built / "training_one_gpu.html").read_text(encoding="utf-8")
+    assert "<code>docs/log.md</code>" in one_gpu and "<code>benchmarks/results/nine_settings.jsonl</code>" in one_gpu
+
+
+@pytest.fixture(scope="module")
+def driven_browser() -> None:
+    """Skip where no browser can be driven."""
+    browser()
     if shutil.which("chromedriver") is None:
         pytest.skip("no chromedriver on this machine, which drives the browser")
-    folder = tmp_path_factory.mktemp("docs")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")], cwd=ROOT, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr[-3000:]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(folder / "site")))
+
+
+@pytest.fixture(scope="module")
+def site(driven_browser: None, built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Page]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(built)))
     Thread(target=server.serve_forever, daemon=True).start()
-    with driven(folder / "profile") as page:
+    with driven(tmp_path_factory.mktemp("browser")) as page:
         yield f"http://127.0.0.1:{server.server_port}", page
     server.shutdown()
 

@@ -32,23 +32,27 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 SCRIPTS = {way: HELPERS / name for way, name in (("real", "real_ranks.py"), ("fake", "one_rank.py"))}
 TIMEOUT_SECONDS = 600
-BATCH, SEQUENCE, LAYERS = 4, 128, 4
+BATCH, SEQUENCE, LAYERS = 4, 128, 2
+DEEPER_LAYERS = 4  # for four pipeline stages; and where the edges of two layers are more than the layers
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "use_cache": False}
+LLAMA: dict[str, Any] = SIZES | {
+    "intermediate_size": 384, "num_key_value_heads": 8, "vocab_size": 512, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(
-        **SIZES, intermediate_size=384, num_key_value_heads=8, vocab_size=512, architectures=["LlamaForCausalLM"]
-    ),
+    "llama": LlamaConfig(**LLAMA),
+    "deeper llama": LlamaConfig(**LLAMA | {"num_hidden_layers": DEEPER_LAYERS}),
     "qwen2 tied": Qwen2Config(
         **SIZES, intermediate_size=384, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
     ),
     "mixture": Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=128, num_key_value_heads=8, head_dim=16, vocab_size=512, num_experts=8,
-        num_experts_per_tok=2, mlp_only_layers=[], architectures=["Qwen3MoeForCausalLM"],
+        **SIZES | {"num_hidden_layers": DEEPER_LAYERS}, moe_intermediate_size=128, num_key_value_heads=8, head_dim=16,
+        vocab_size=512, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[], architectures=["Qwen3MoeForCausalLM"],
     ),
 }  # fmt: skip
 VARIANTS = {
     "llama": (Variant("fp32", "sdpa", False, divided=True), Variant("bf16-pure", "sdpa", False)),
+    "deeper llama": (Variant("fp32", "sdpa", False, divided=True), Variant("bf16-pure", "sdpa", False)),
     "qwen2 tied": (Variant("fp32", "sdpa", False, divided=True),),
     "mixture": (Variant("fp32", "sdpa", False, divided=True),),
 }
@@ -90,7 +94,7 @@ REAL = {
     "data parallel": Case(2, Layout()),
     "zero1": Case(2, sharded(2, "optimizer")),
     "zero3": Case(2, sharded(2)),
-    "zero3, recomputed": Case(2, sharded(2), recomputed=LAYERS),
+    "zero3, recomputed": Case(2, sharded(2), "deeper llama", recomputed=DEEPER_LAYERS),
     "zero3, bf16": Case(2, sharded(2), precision="bf16"),
     "zero2, recomputed": Case(2, sharded(2, "gradients"), recomputed=LAYERS),
     "tensor": Case(2, Layout(tensor_parallel=2)),
@@ -99,23 +103,23 @@ REAL = {
     "tensor, one micro-batch": Case(2, Layout(tensor_parallel=2), micro_batches=1),
     "sequence": Case(2, Layout(**SEQUENCE_PARALLEL)),
     "sequence, recomputed": Case(2, Layout(**SEQUENCE_PARALLEL), recomputed=LAYERS),
-    "gpipe": Case(2, piped(2, "gpipe"), micro_batches=4, ranks=(0, 1)),
-    "1f1b": Case(2, piped(2), micro_batches=4, ranks=(0, 1)),
-    "1f1b, recomputed": Case(2, piped(2), micro_batches=4, recomputed=LAYERS, ranks=(0, 1)),
-    "interleaved": Case(2, piped(2, "interleaved_1f1b", virtual_stages=2), micro_batches=4, ranks=(0, 1)),
-    "zero bubble": Case(2, piped(2, "zero_bubble"), micro_batches=4, ranks=(0, 1)),
+    "gpipe": Case(2, piped(2, "gpipe"), "deeper llama", 4, ranks=(0, 1)),
+    "1f1b": Case(2, piped(2), "deeper llama", 4, ranks=(0, 1)),
+    "1f1b, recomputed": Case(2, piped(2), "deeper llama", 4, DEEPER_LAYERS, ranks=(0, 1)),
+    "interleaved": Case(2, piped(2, "interleaved_1f1b", virtual_stages=2), "deeper llama", 4, ranks=(0, 1)),
+    "zero bubble": Case(2, piped(2, "zero_bubble"), "deeper llama", 4, ranks=(0, 1)),
     "ulysses": Case(2, Layout(**ULYSSES)),
     "ulysses, recomputed": Case(2, Layout(**ULYSSES), recomputed=LAYERS),
     "ulysses, few keys": Case(2, Layout(**ULYSSES), "qwen2 tied"),
     "experts": Case(2, Layout(expert_parallel=2), "mixture"),
-    "1f1b of 4": Case(4, piped(4), micro_batches=5, ranks=(0, 1, 3)),
+    "1f1b of 4": Case(4, piped(4), "deeper llama", 5, ranks=(0, 1, 3)),
     "hybrid zero3": Case(4, sharded(2)),
     "hybrid zero2, recomputed": Case(4, sharded(2, "gradients"), recomputed=LAYERS),
     "zero1 x tensor": Case(4, sharded(2, "optimizer", tensor_parallel=2)),
     "zero3 x tensor": Case(4, sharded(2, tensor_parallel=2)),
     "zero2 x tensor, recomputed": Case(4, sharded(2, "gradients", tensor_parallel=2), recomputed=LAYERS),
-    "zero2 x 1f1b": Case(4, sharded(2, "gradients", pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
-    "zero3 x 1f1b": Case(4, sharded(2, pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
+    "zero2 x 1f1b": Case(4, sharded(2, "gradients", pipeline_parallel=2), "deeper llama", 4, ranks=(0, 2)),
+    "zero3 x 1f1b": Case(4, sharded(2, pipeline_parallel=2), "deeper llama", 4, ranks=(0, 2)),
     "zero3 x ulysses": Case(4, sharded(4, **ULYSSES)),
     "tensor x ulysses": Case(4, Layout(tensor_parallel=2, **ULYSSES)),
     "zero3 x experts": Case(4, sharded(4, expert_parallel=2), "mixture"),
@@ -125,18 +129,20 @@ EXCHANGED = {  # their memory is not traced
     "sequence, bf16": Case(2, Layout(**SEQUENCE_PARALLEL), precision="bf16"),
     "ulysses, bf16": Case(2, Layout(**ULYSSES), precision="bf16"),
     "tensor x experts": Case(4, Layout(tensor_parallel=2, expert_parallel=2), "mixture"),
-    "sequence x experts, recomputed": Case(4, Layout(**SEQUENCE_PARALLEL, expert_parallel=2), "mixture", recomputed=LAYERS),
+    "sequence x experts, recomputed": Case(
+        4, Layout(**SEQUENCE_PARALLEL, expert_parallel=2), "mixture", recomputed=DEEPER_LAYERS
+    ),
     "zero1 with master weights": Case(2, sharded(2, "optimizer", master_weights=True), precision="bf16"),
 }
 FAKE = {
-    "zero3 of 8": Case(8, sharded(8)),
-    "zero2 of 8, recomputed": Case(8, sharded(8, "gradients"), recomputed=LAYERS),
-    "tensor of 8": Case(8, Layout(tensor_parallel=8)),
-    "ulysses of 8": Case(8, Layout(context_parallel=8, context_kind="ulysses")),
-    "zero3 4 x tensor 2": Case(8, sharded(4, tensor_parallel=2)),
-    "zero3 of 64, bf16, recomputed": Case(64, sharded(64), precision="bf16", recomputed=LAYERS),
-    "hybrid 8 x 8": Case(64, sharded(8)),
-    "zero3 8 x tensor 8": Case(64, sharded(8, tensor_parallel=8)),
+    "zero3 of 8": Case(8, sharded(8), "deeper llama"),
+    "zero2 of 8, recomputed": Case(8, sharded(8, "gradients"), "deeper llama", recomputed=DEEPER_LAYERS),
+    "tensor of 8": Case(8, Layout(tensor_parallel=8), "deeper llama"),
+    "ulysses of 8": Case(8, Layout(context_parallel=8, context_kind="ulysses"), "deeper llama"),
+    "zero3 4 x tensor 2": Case(8, sharded(4, tensor_parallel=2), "deeper llama"),
+    "zero3 of 64, bf16, recomputed": Case(64, sharded(64), "deeper llama", precision="bf16", recomputed=DEEPER_LAYERS),
+    "hybrid 8 x 8": Case(64, sharded(8), "deeper llama"),
+    "zero3 8 x tensor 8": Case(64, sharded(8, tensor_parallel=8), "deeper llama"),
 }
 ALSO_FAKED = ("zero3", "tensor", "sequence", "ulysses", "hybrid zero3", "zero3 x tensor")
 Measured = dict[str, dict[str, Any]]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch._inductor.output_code import CompiledFxGraph
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -179,10 +181,25 @@ def test_bf16_stays_near(
     assert largest < (1e-2 if precision == "bf16" else 5e-2)
 
 
+@pytest.fixture
+def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls of compiled graphs, forward and backward."""
+    calls: Counter[str] = Counter()
+    call = CompiledFxGraph.__call__
+
+    def counted(graph: CompiledFxGraph, inputs: Any) -> Any:
+        calls["backward" if graph.fx_kwargs.get("is_backward") else "forward"] += 1
+        return call(graph, inputs)
+
+    monkeypatch.setattr(CompiledFxGraph, "__call__", counted)
+    return calls
+
+
 @pytest.mark.parametrize("choices", [{}, {"attention": "block", "packing": True}], ids=str)
 def test_compiled_layers_train_alike(
-    choices: dict[str, Any], home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path
-) -> None:
+    choices: dict[str, Any], home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path,
+    compiled_calls: Counter[str],
+) -> None:  # fmt: skip
     if not compiler_works():
         pytest.skip("no C++ compiler that torch inductor can use")
     try:
@@ -190,8 +207,11 @@ def test_compiled_layers_train_alike(
     finally:
         torch.compiler.reset()
     largest = difference(plain, record)
-    print(f"compile layer: {largest:.1e}")
+    print(f"compile layer: {largest:.1e}, {compiled_calls}")
     assert largest < 1e-5
+    # The losses may be equal to the bit, as if nothing were compiled: three layers, five steps of two micro-batches or more.
+    assert compiled_calls["backward"] >= 3 * 5 * (1 if choices else 2)
+    assert compiled_calls["forward"] > compiled_calls["backward"]  # and an evaluation
 
 
 def test_events_record_and_final_model(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:

@@ -50,10 +50,20 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
+    return saved_llama(tmp_path_factory, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def shallow_llama(tmp_path_factory) -> Path:
+    """For programs that several processes compile."""
+    return saved_llama(tmp_path_factory, num_layers=1)
+
+
+def saved_llama(tmp_path_factory, *, num_layers: int) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, tie_word_embeddings=True,
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     return saved(LlamaForCausalLM(config), tmp_path_factory)
 
@@ -192,7 +202,7 @@ def test_one_device_says_why():
     assert "no TPU answers" in choose_devices().reason
 
 
-def test_replicas_are_one_device(llama, tmp_path):
+def test_replicas_are_one_device(shallow_llama, tmp_path):
     """Two logical CPUs, and two processes: SGD too, whose result a gradient counted twice changes and AdamW's hides."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
@@ -204,11 +214,11 @@ def test_replicas_are_one_device(llama, tmp_path):
     started = {}
     for name, cluster in runs.items():
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"TF_CONFIG": json.dumps(cluster)} if cluster else {})
-        command = [sys.executable, str(REPLICAS), name, str(llama), str(tmp_path / name)]
+        command = [sys.executable, str(REPLICAS), name, str(shallow_llama), str(tmp_path / name)]
         started[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     found = {}
     try:
-        found["single"] = runpy.run_path(str(REPLICAS))["train_both"](str(llama), tmp_path / "single")
+        found["single"] = runpy.run_path(str(REPLICAS))["train_both"](str(shallow_llama), tmp_path / "single")
         for name, process in started.items():
             out, err = process.communicate(timeout=900)
             assert process.returncode == 0, f"{name}: {err[-2000:]}"

@@ -13,6 +13,7 @@ from upshift.value import Value
 
 TOKEN_OPTIONS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "eos_token_id")
 INPUTS = ("temperature", "top_k", "top_p", "seed")  # inputs of a program: changing them compiles nothing
+OF_BEAMS = ("length_penalty", "early_stopping")  # read only by a search with beams
 
 
 class XlaGeneration(Value):
@@ -48,8 +49,11 @@ class XlaGeneration(Value):
         return self.changed(**changed) if changed else self
 
     def program(self) -> XlaGeneration:
-        """Return these options with the inputs of the program at their defaults: equal for all options of one program."""
-        plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in INPUTS}
+        """Return these options with defaults in place of the program's inputs, and of what it does not read.
+
+        The results are equal for all options of one program."""
+        names = INPUTS if self.num_beams > 1 else (*INPUTS, *OF_BEAMS)
+        plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in names}
         return self.changed(**plain)
 
 
