@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from upshift.errors import JobFailed, UpshiftError
-from upshift.serving.guard import Guard, Limits, RootPath
+from upshift.serving.guard import Guard, Limits, RootPath, route_path
 from upshift.serving.messages import Detokenize, Embed, Piece
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
@@ -36,6 +36,7 @@ from upshift.serving.openai_requests import (
     Usage,
 )
 from upshift.serving.openai_responses import (
+    ANTHROPIC_RESPONSES,
     FAULT,
     RESPONSES,
     Answer,
@@ -48,6 +49,8 @@ from upshift.serving.openai_responses import (
     merge_choices,
     refusal_of,
 )
+from upshift.serving.protocols.anthropic_answers import MessageAnswer
+from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
@@ -73,7 +76,9 @@ class Site:
 class ProtocolAnswer(Protocol):
     """An answer in the form of one protocol. Its methods return the events of a stream."""
 
-    def start(self) -> bytes: ...
+    def start(self, first: Piece) -> bytes:
+        """``first`` is the first piece, whose events ``add`` returns."""
+        ...
 
     def add(self, piece: Piece) -> bytes: ...
 
@@ -115,6 +120,19 @@ class Server:
 
         return await self._answer_chat(answer, chat, "/v1/responses", keep)
 
+    async def message(self, request: MessagesRequest) -> Response:
+        self._check_model(request.model)
+        chat = request.to_chat()
+        return await self._answer_chat(MessageAnswer(chat), chat, "/v1/messages")
+
+    async def count_tokens(self, request: MessagesPrompt) -> dict[str, int]:
+        self._check_model(request.model)
+        chat = request.to_chat()
+        chat.check()
+        async with self._load(request.model, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            tokens = await engine.tokens(chat.tokenize_request())
+        return {"input_tokens": len(tokens.ids)}
+
     def response(self, id: str) -> dict[str, Any]:
         return self._find_response(id).body
 
@@ -153,7 +171,7 @@ class Server:
         self, answer: ProtocolAnswer, counts: Answer, first_choice: Any, choices: Any, path: str, on_end: Callable[[Usage], None]
     ) -> AsyncIterator[bytes]:
         """Yield the events of an answer, as ``_stream_events`` does."""
-        yield answer.start()
+        yield answer.start(first_choice.piece)
         try:
             async with aclosing(choices):
                 choice = first_choice
@@ -372,6 +390,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
     app.post("/v1/responses", **errors)(server.respond)
+    app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
+    app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
     app.get("/v1/responses/{id}", **errors)(server.response)
     app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
@@ -412,4 +432,4 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request failed", exc_info=error)
-    return error_response(refusal or FAULT)
+    return error_response(refusal or FAULT, route_path(request.scope))

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -73,7 +74,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                ids = [(b"x-request-id", request_id), (b"request-id", request_id)]  # OpenAI's name, and Anthropic's
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
@@ -83,7 +85,7 @@ class Guard:
             if status:
                 status = FAULT.status
                 raise
-            await error_response(FAULT)(scope, receive, send_with_id)
+            await error_response(FAULT, route_path(scope))(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - start
             logger.info("%s %s %s %s %.3f s", request_id.decode(), scope["method"], quote(scope["path"]), status, seconds)
@@ -93,7 +95,7 @@ class Guard:
     async def _check_and_run(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._check_headers(scope)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, route_path(scope))(scope, receive, send)
         else:
             await self._check_body_and_run(scope, receive, send)
 
@@ -102,11 +104,11 @@ class Guard:
         limits = self._limits
         headers = dict(scope["headers"])
         if limits.keys and route_path(scope) not in PUBLIC_PATHS:
-            scheme, _, client_key = headers.get(b"authorization", b"").partition(b" ")
+            client_key = read_key(headers)
             # Compare with every key, in constant time, so that the time does not depend on the key.
-            matches = [hmac.compare_digest(client_key.strip(), key.encode()) for key in limits.keys]
-            if scheme.lower() != b"bearer" or not any(matches):
-                return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY")
+            matches = [hmac.compare_digest(client_key, key.encode()) for key in limits.keys]
+            if not any(matches):
+                return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY, or x-api-key: KEY")
         size = headers.get(b"content-length", b"0")
         if size.isdigit() and int(size) > limits.body_bytes:
             return _refuse_size(limits.body_bytes)
@@ -116,22 +118,23 @@ class Guard:
         """Read the whole body before the application runs, so that a body that is too large or too slow never reaches
         an address."""
         limits = self._limits
+        path = route_path(scope)
         try:
             async with asyncio.timeout(limits.body_seconds):
                 body = await _read_body(receive, limits.body_bytes)
         except BodyTooLarge:
-            await error_response(_refuse_size(limits.body_bytes))(scope, receive, send)
+            await error_response(_refuse_size(limits.body_bytes), path)(scope, receive, send)
             return
         except TimeoutError:
             refusal = Refusal(408, f"the body did not come within {limits.body_seconds:g} s")
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, path)(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
-        if route_path(scope) in self._paths and takes_body(scope):
+        if path in self._paths and takes_body(scope):
             problem = check_body(scope, body)
             if problem is not None:
-                await error_response(problem)(scope, receive, send)
+                await error_response(problem, path)(scope, receive, send)
                 return
             scope = mark_as_json(scope)
         await self._run(scope, body, receive, send)
@@ -190,6 +193,12 @@ def route_path(scope: Any) -> str:
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
+
+
+def read_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the API key of a request, as OpenAI's clients or as Anthropic's send it, or an empty text."""
+    scheme, _, bearer_key = headers.get(b"authorization", b"").partition(b" ")
+    return bearer_key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def read_request_id(scope: Any) -> bytes:

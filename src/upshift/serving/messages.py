@@ -193,7 +193,7 @@ class Piece(Value):
     ``reasoning_tokens`` of those in the reasoning. ``cached_tokens`` is the number of prompt tokens that were reused from the
     cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
     if the request asks for them, without the token that ends the text, and ``prompt_scores`` those of the prompt. ``ending`` is
-    set on the last piece only."""
+    set on the last piece only. ``stop_string`` is the stop string that ended the text, or None if something else did."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -207,6 +207,7 @@ class Piece(Value):
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
+    stop_string: str | None = None
 
     @property
     def last(self) -> bool:

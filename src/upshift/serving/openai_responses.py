@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
 from upshift.serving.engine_client import RequestRefused
-from upshift.serving.messages import Piece, TokenScore, ToolCall, cut_error
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, ErrorAnswer, Usage
+from upshift.serving.messages import CONTEXT_CODE, Piece, TokenScore, ToolCall, cut_error
+from upshift.serving.openai_requests import AnthropicErrorAnswer, ChatRequest, CompletionRequest, ErrorAnswer, Usage
 
 TextRequest = ChatRequest | CompletionRequest
 ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefix of ids, and the name of the object
@@ -281,6 +281,16 @@ def _format_token(score: TokenScore) -> dict[str, Any]:
     return {"token": score.text, "logprob": score.logprob, "bytes": list(score.spelled)}
 
 
+ANTHROPIC_PREFIX = "/v1/messages"  # of the addresses whose errors have Anthropic's form
+ANTHROPIC_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 DESCRIPTIONS = {  # of the statuses, for the page at /docs
     400: "the request is not possible",
@@ -296,6 +306,9 @@ DESCRIPTIONS = {  # of the statuses, for the page at /docs
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "model": ErrorAnswer} for status, description in DESCRIPTIONS.items()
+}
+ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "model": AnthropicErrorAnswer} for status, description in DESCRIPTIONS.items()
 }
 RETRY_SECONDS = 1.0  # an engine that died is restarted
 
@@ -316,6 +329,12 @@ class Refusal(NamedTuple):
         error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else cut_error(self.param)
         return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error in Anthropic's form. Its clients know a prompt that is too long by the words of the message."""
+        error_type = ANTHROPIC_ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
+        return {"type": "error", "error": {"type": error_type, "message": cut_error(message)}}
 
 
 FAULT = Refusal(500, "the server failed at this request; its log says how")
@@ -338,14 +357,15 @@ def refusal_of(error: BaseException) -> Refusal | None:
     return None
 
 
-def error_response(refusal: Refusal) -> JSONResponse:
-    """Return the HTTP response for a refusal."""
+def error_response(refusal: Refusal, path: str) -> JSONResponse:
+    """Return the HTTP response for a refusal at an address."""
     headers = {}
     if refusal.retry_after is not None:
         headers["Retry-After"] = str(max(math.ceil(refusal.retry_after), 1))
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers=headers)
+    body = refusal.anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else refusal.body()
+    return JSONResponse(body, status_code=refusal.status, headers=headers)
 
 
 def _refusal_of_invalid(error: RequestValidationError) -> Refusal:

@@ -65,6 +65,42 @@ def mean_of_tokens(models: Path, text: str) -> np.ndarray:
     return found
 
 
+def test_messages_tell_what_ended_them(server: Running, models: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models / "tiny")
+    chat = [{"role": "user", "content": "fox"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    text = greedy(models, ids, 12)
+    stop = text[4:6]
+    body = {"model": "tiny", "messages": chat, "max_tokens": 12, "temperature": 0}
+    endings = {}
+    for name, more in {"whole": {}, "stopped": {"stop_sequences": [stop, "never"]}}.items():
+        answer = server.post("/v1/messages", body | more, headers={"x-api-key": "second"}).json()
+        endings[name] = (answer["content"][0]["text"], answer["stop_reason"], answer["stop_sequence"])
+    assert endings["whole"] == (text, "max_tokens", None)
+    assert endings["stopped"] == (text[: text.index(stop)], "stop_sequence", stop)
+    counted = server.post("/v1/messages/count_tokens", {"model": "tiny", "messages": chat}).json()
+    assert counted == {"input_tokens": len(ids)} and answer["usage"]["input_tokens"] == len(ids)
+
+
+def test_anthropics_client(server: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
+    client = anthropic.Anthropic(base_url=server.url, api_key="second", max_retries=0)
+    asked = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "fox"}], "extra_body": {"temperature": 0}}
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(**asked)
+    assert whole.content[0].text == streamed.content[0].text and whole.usage.output_tokens == 8
+    assert (whole.stop_reason, streamed.stop_reason) == ("max_tokens", "max_tokens")
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+        client.with_options(api_key="wrong").messages.create(**asked)
+    with pytest.raises(anthropic.NotFoundError, match="ask for one of tiny, enc"):
+        client.messages.create(**asked | {"model": "other"})
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**asked | {"max_tokens": 300})
+    with pytest.raises(anthropic.BadRequestError, match="answers at /v1/embeddings"):
+        client.messages.create(**asked | {"model": "enc"})
+
+
 def test_openais_client(server: Running, models: Path) -> None:
     client, tokenizer = server.client, AutoTokenizer.from_pretrained(models / "tiny")
     assert [one.id for one in client.models.list()] == ["tiny", "enc"]

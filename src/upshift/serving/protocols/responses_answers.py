@@ -31,7 +31,7 @@ class ResponseAnswer:
         self._is_open = False  # whether the last item goes on
         self._status = "in_progress"
 
-    def start(self) -> bytes:
+    def start(self, first: Piece) -> bytes:
         return self._event("response.created", response=self.body(None)) + self._event(
             "response.in_progress", response=self.body(None)
         )
