@@ -35,25 +35,13 @@ from upshift.serving.openai_requests import (
     EmbeddingRequest,
     Usage,
 )
-from upshift.serving.openai_responses import (
-    ANTHROPIC_RESPONSES,
-    FAULT,
-    RESPONSES,
-    Answer,
-    Choice,
-    Refusal,
-    TextRequest,
-    add_prompt,
-    error_event,
-    error_response,
-    merge_choices,
-    refusal_of,
-)
+from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_prompt, error_event, merge_choices
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
+from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
 from upshift.versions import installed_version
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from upshift.serving.metrics import Metrics
-from upshift.serving.openai_responses import FAULT, Refusal, error_response
+from upshift.serving.refusals import FAULT, Refusal, error_response
 
 logger = logging.getLogger(__name__)
 

@@ -586,24 +586,3 @@ class Usage(BaseModel):
             completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
             total_tokens=prompt_tokens + completion_tokens,
         )
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorAnswer(BaseModel):
-    error: ErrorBody
-
-
-class AnthropicErrorBody(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorAnswer(BaseModel):
-    type: Literal["error"]
-    error: AnthropicErrorBody

@@ -98,7 +98,7 @@ class NamedToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons. ``adaptive`` leaves it to the chat template."""
+    """The choice of reasoning. ``adaptive`` leaves it to the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, description="tokens after which the reasoning ends")
