@@ -16,7 +16,8 @@ from pathlib import Path
 import uvicorn
 
 from upshift.errors import RequestError
-from upshift.inference.weights import weights_size
+from upshift.inference.generation.prompts import check_prompts
+from upshift.inference.weights import find_weights, weights_size
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.guard import Limits
@@ -66,8 +67,10 @@ def serve(
         on_ready: receives the name and the report of each engine that has started.
         on_open: receives the URL when the server accepts requests.
     """
-    _check_certificate(address)  # report these two before a race that takes minutes
+    _check_certificate(address)  # report what is wrong before a race that takes minutes
     listener = _listen(address)
+    for request in requests.values():
+        _check_request(request)
     metrics = Metrics()
     engines = {name: ReplicaSet(request, replicas) for name, request in requests.items()}
     sizes: dict[str, int] = {}
@@ -135,6 +138,14 @@ def _min_engine_bytes(request: EngineRequest) -> int:
     may become 8-bit weights."""
     divisor = 1 if request.quality == "exact" else 4
     return weights_size(find_model(request.model)) // divisor
+
+
+def _check_request(request: EngineRequest) -> None:
+    """Raise RequestError if the model of an engine, or its file of expected prompts, cannot be found. Download no weights."""
+    if request.prompts is not None:
+        check_prompts(Path(request.prompts), "--prompts")
+    find = find_weights if Path(request.model).exists() else find_model
+    find(request.model)
 
 
 @contextmanager
