@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from upshift.errors import JobFailed, UpshiftError
+from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Guard, Limits, RootPath, route_path
 from upshift.serving.messages import Detokenize, Embed, Piece
 from upshift.serving.metrics import Metrics, time_pieces
@@ -36,6 +37,7 @@ from upshift.serving.openai_requests import (
     Usage,
 )
 from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_prompt, error_event, merge_choices
+from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.responses_answers import ResponseAnswer
@@ -207,11 +209,44 @@ class Server:
             return {"prompt": await engine.text(Detokenize(tokens=tuple(request.tokens)))}
 
     def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [_describe_model(name) for name in self.pool.engines]}
+        return {"object": "list", "data": [self._describe_model(name) for name in self.pool.names]}
 
     def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return _describe_model(name)
+        return self._describe_model(name)
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        """Return a model in OpenAI's form. An adapter has the name of its model in ``parent``, as vLLM has."""
+        parent = {"parent": self.pool.adapters[name]} if name in self.pool.adapters else {}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "upshift", **parent}
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> Response:
+        folder = self.limits.adapter_folder
+        if folder is None:
+            raise HTTPException(403, "clients load no adapters here; start the server with --adapter-folder")
+        if request.lora_name in self.pool.names:
+            raise HTTPException(400, f"{request.lora_name!r} is served already; unload it first, or choose another name")
+        references = {name: engine.request.model for name, engine in self.pool.engines.items()}
+        base, order = await asyncio.to_thread(request.order, folder, references)
+        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            try:
+                await engine.change_adapters(order)
+            except RequestRefused as refused:
+                raise HTTPException(refused.status, str(refused).replace(order.folder, request.lora_path)) from None
+        self.pool.adapters[request.lora_name] = base
+        return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> Response:
+        if self.limits.adapter_folder is None:
+            raise HTTPException(403, "clients unload no adapters here; start the server with --adapter-folder")
+        base = self.pool.adapters.get(request.lora_name)
+        if base is None:
+            loaded = ", ".join(self.pool.adapters) or "none"
+            raise HTTPException(404, f"the adapter {request.lora_name!r} is not loaded here; loaded are: {loaded}")
+        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            await engine.change_adapters(request.order())
+        self.pool.adapters.pop(request.lora_name, None)
+        return Response(f"Success: LoRA adapter '{request.lora_name}' removed successfully.", media_type="text/plain")
 
     def version(self) -> dict[str, Any]:
         return {"version": installed_version("upshift")}
@@ -274,7 +309,10 @@ class Server:
             self._check_choice_count(engine, len(prompts))
             texts: list[AsyncIterator[Any]] = []
             for index, prompt in enumerate(prompts):
-                pieces = engine.pieces(request.engine_request(prompt, seed=choice_seed(seed, index)))
+                engine_request = request.engine_request(prompt, seed=choice_seed(seed, index))
+                if request.model in self.pool.adapters:
+                    engine_request = engine_request.model_copy(update={"adapter": request.model})
+                pieces = engine.pieces(engine_request)
                 timed_pieces = time_pieces(pieces, self.metrics, request.model)
                 texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
@@ -297,7 +335,10 @@ class Server:
 
     @asynccontextmanager
     async def _load(self, name: str, task: str | None) -> AsyncIterator[tuple[ReplicaSet, float]]:
-        """Yield the loaded engine of a model, and the seconds that remain for the request. None allows any task."""
+        """Yield the loaded engine of a model, or of an adapter's model, and the seconds that remain for the request.
+
+        None allows any task."""
+        name = self.pool.adapters.get(name, name)
         start = time.monotonic()
         limit = self.limits.request_seconds
         async with AsyncExitStack() as contexts:
@@ -323,8 +364,8 @@ class Server:
         self.metrics.tokens.labels(model, "answer").inc(usage.completion_tokens)
 
     def _check_model(self, name: str) -> None:
-        if name not in self.pool.engines:
-            valid_names = ", ".join(self.pool.engines)
+        if name not in self.pool.names:
+            valid_names = ", ".join(self.pool.names)
             raise HTTPException(404, f"the model {name!r} is not served here; ask for one of {valid_names}")
 
     def _check_choice_count(self, engine: ReplicaSet, count: int) -> None:
@@ -350,10 +391,6 @@ def choice_seed(seed: int, index: int) -> int:
         return seed % 2**63
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _describe_model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "upshift"}
 
 
 def _encode_vector(row: str, encoding_format: str) -> Any:
@@ -384,6 +421,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
+    app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
+    app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)

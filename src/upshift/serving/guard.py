@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -38,13 +39,16 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of requests, and the API keys of clients. Without keys, everybody may send requests."""
+    """The limits of requests, and the API keys of clients. Without keys, everybody may send requests.
+
+    Clients may load adapters from ``adapter_folder``. With None, they may load none."""
 
     request_seconds: float = 600.0
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 10.0  # beyond request_seconds, in which the client must have read the answer
     keys: tuple[str, ...] = ()
+    adapter_folder: Path | None = None
 
 
 class BodyTooLarge(Exception):

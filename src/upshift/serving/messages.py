@@ -50,6 +50,8 @@ class EngineRequest(Value):
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
+    takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
+    adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 
@@ -72,6 +74,7 @@ class Generate(Value):
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
     prompt: Prompt
+    adapter: str | None = Field(None, description="the name of an adapter")
     options: dict[str, Any] = {}
     default_tokens: int | None = Field(None, description="of an answer, if neither the request nor the server's --set limits it")
     ignore_eos: bool = Field(False, description="the model's own tokens that end a text do not end this one")
@@ -119,6 +122,23 @@ class Detokenize(Value):
     kind: Literal["detokenize"] = "detokenize"
     id: int = 0  # the engine numbers them
     tokens: tuple[int, ...]
+
+
+class LoadAdapter(Value):
+    """An order to load the adapter of a folder under a name."""
+
+    kind: Literal["load_adapter"] = "load_adapter"
+    id: int = 0  # the engine numbers them
+    name: str
+    folder: str
+
+
+class UnloadAdapter(Value):
+    """An order to forget an adapter. Requests that it computes now go on."""
+
+    kind: Literal["unload_adapter"] = "unload_adapter"
+    id: int = 0  # the engine numbers them
+    name: str
 
 
 class Cancel(Value):
@@ -251,6 +271,14 @@ class DecodedText(Value):
     last: bool
 
 
+class Done(Value):
+    """The answer to an order that has been carried out."""
+
+    kind: Literal["done"] = "done"
+    id: int
+    last: bool = True
+
+
 class Refused(Value):
     """The answer to a request that the engine rejects or that failed.
 
@@ -285,8 +313,8 @@ class Heartbeat(Value):
     resident_bytes: int
 
 
-Request = Generate | Embed | Tokenize | Detokenize
-Reply = Piece | Vector | Tokens | DecodedText
+Request = Generate | Embed | Tokenize | Detokenize | LoadAdapter | UnloadAdapter
+Reply = Piece | Vector | Tokens | DecodedText | Done
 ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
 FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]
 TO_ENGINE: TypeAdapter[Request | Cancel] = TypeAdapter(ToEngine)

@@ -40,16 +40,24 @@ ANTHROPIC_PREFIX = "/v1/messages"  # of the addresses whose errors have Anthropi
 ANTHROPIC_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
-ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 DESCRIPTIONS = {  # of the statuses, for the page at /docs
     400: "the request is not possible",
     401: "the key is missing or unknown",
+    403: "the server does not allow this",
     404: "the model is not served here",
     408: "the body came too slowly",
     413: "the body, or prompt and answer, are too long",
