@@ -359,9 +359,8 @@ class Server:
     def _count_tokens(self, answer: Answer) -> None:
         usage = answer.usage
         model = answer.request.model
-        self.metrics.tokens.labels(model, "prompt").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels(model, "cached").inc(usage.prompt_tokens_details.cached_tokens)
-        self.metrics.tokens.labels(model, "answer").inc(usage.completion_tokens)
+        cached = usage.prompt_tokens_details.cached_tokens
+        self.metrics.record_tokens(model, prompt=usage.prompt_tokens, cached=cached, answer=usage.completion_tokens)
 
     def _check_model(self, name: str) -> None:
         if name not in self.pool.names:

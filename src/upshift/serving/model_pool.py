@@ -85,8 +85,7 @@ class ModelPool:
         """Set the gauges of the metrics to the present values."""
         for name, engine in self.engines.items():
             self.metrics.in_flight.labels(name).set(engine.in_flight)
-            self.metrics.live.labels(name).set(engine.heartbeat.live)
-            self.metrics.waiting.labels(name).set(engine.heartbeat.waiting)
+            self.metrics.record_sequences(name, live=engine.heartbeat.live, waiting=engine.heartbeat.waiting)
             self.metrics.resident.labels(name).set(self._loaded_bytes(name))
 
     async def _wait_for_load(self, name: str) -> None:
