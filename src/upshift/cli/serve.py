@@ -121,6 +121,13 @@ AdapterFolder = Annotated[
         text="Let clients load adapters from this folder, and unload them, while the server runs.",
     ),
 ]  # fmt: skip
+BatchFolder = Annotated[
+    Path | None,
+    option(
+        "--batch-folder", panel=Panel.SERVER, metavar="FOLDER", default="no batches",
+        text="Take OpenAI's batches (/v1/files, /v1/batches), and keep their files in this folder.",
+    ),
+]  # fmt: skip
 Prompts = Annotated[
     Path | None,
     option(
@@ -183,6 +190,7 @@ def command(
     engine: Engine = None,
     adapter: Adapters = None,
     adapter_folder: AdapterFolder = None,
+    batch_folder: BatchFolder = None,
     total_memory: TotalMemory = None,
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
@@ -224,8 +232,9 @@ def command(
     }  # fmt: skip
     keys = () if api_key_file is None else read_api_keys(api_key_file)
     limits = Limits(
-        request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys, adapter_folder=adapter_folder
-    )
+        request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys, adapter_folder=adapter_folder,
+        batch_folder=_make_folder(batch_folder),
+    )  # fmt: skip
     address = Address(host, port, ssl_certfile, ssl_keyfile, Site(root_path, tuple(allow_origin or ())))
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
@@ -256,6 +265,15 @@ def _check_adapters(adapters: Mapping[str, Any], adapter_folder: Path | None, en
         raise RequestError(f"--adapter-folder {adapter_folder} is no folder; give the one that has the adapters")
     if adapters or adapter_folder is not None:
         check_engine_of_adapters(engine)
+
+
+def _make_folder(folder: Path | None) -> Path | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"--batch-folder {folder} cannot be made: {error.strerror}; give another folder") from None
+    return folder
 
 
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import logging
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -20,11 +21,13 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from upshift.errors import JobFailed, UpshiftError
+from upshift.errors import JobFailed, RequestError, UpshiftError
+from upshift.serving.batches import Batches, BatchFolder, LineAnswer
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Guard, Limits, RootPath, route_path
 from upshift.serving.messages import Detokenize, Embed, Piece
@@ -40,6 +43,7 @@ from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_pr
 from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
+from upshift.serving.protocols.batch_addresses import add_batch_addresses
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
@@ -109,6 +113,32 @@ class Server:
                 self.responses.add(answer.body(usage), messages)
 
         return await self._answer_chat(answer, chat, "/v1/responses", keep)
+
+    async def answer_line(self, endpoint: str, body: dict[str, Any]) -> LineAnswer:
+        """Answer a request of a batch, as the address answers it."""
+        body_type, handler = self._line_handlers[endpoint]
+        try:
+            if body.get("stream"):
+                raise RequestError("a request of a batch is not streamed; leave out stream")
+            response = await handler(body_type.model_validate(body))
+        except Exception as error:  # of any type: it is the answer to this request, and the batch goes on
+            if isinstance(error, ValidationError):
+                error = RequestValidationError(error.errors())
+            refusal = refusal_of(error)
+            if refusal is None:
+                logger.error("a request of a batch failed", exc_info=error)
+                refusal = FAULT
+            return LineAnswer(refusal.status, refusal.body(), refusal.retry_after)
+        return LineAnswer(response.status_code, json.loads(bytes(response.body)))
+
+    @property
+    def _line_handlers(self) -> dict[str, tuple[Any, Callable[[Any], Awaitable[Response]]]]:
+        return {
+            "/v1/chat/completions": (ChatRequest, self.chat),
+            "/v1/completions": (CompletionRequest, self.complete),
+            "/v1/embeddings": (EmbeddingRequest, self.embed),
+            "/v1/responses": (ResponsesRequest, self.respond),
+        }
 
     async def message(self, request: MessagesRequest) -> Response:
         self._check_model(request.model)
@@ -402,10 +432,17 @@ def _encode_vector(row: str, encoding_format: str) -> Any:
 
 def make_app(server: Server, site: Site = Site()) -> FastAPI:
     """Return the ASGI application of a server."""
+    folder = server.limits.batch_folder
+    rows = sum(engine.request.concurrency for engine in server.pool.engines.values())
+    batches = None if folder is None else Batches(BatchFolder(folder), server.answer_line, rows)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if batches is not None:
+            batches.resume()
         yield
+        if batches is not None:
+            await batches.stop()
         await server.pool.stop()
 
     app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
@@ -420,6 +457,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
+    add_batch_addresses(app, batches, errors)
     app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
     app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)
     app.get("/v1/models")(server.models)

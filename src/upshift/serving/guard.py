@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json")  # no API key is needed
 MAX_DEPTH = 200  # of nested objects and lists
+FILES_PATH = "/v1/files"  # whose uploads are forms
+FORM_TYPE = b"multipart/form-data"
 JSON_TYPE = (b"content-type", b"application/json")
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # a request id of a client that is safe in a log
 TYPE_NAMES = {
@@ -41,7 +43,7 @@ TYPE_NAMES = {
 class Limits:
     """The limits of requests, and the API keys of clients. Without keys, everybody may send requests.
 
-    Clients may load adapters from ``adapter_folder``. With None, they may load none."""
+    Clients may load adapters from ``adapter_folder``, and their batches are kept in ``batch_folder``. None allows neither."""
 
     request_seconds: float = 600.0
     body_bytes: int = 4 * 2**20
@@ -49,6 +51,7 @@ class Limits:
     send_seconds: float = 10.0  # beyond request_seconds, in which the client must have read the answer
     keys: tuple[str, ...] = ()
     adapter_folder: Path | None = None
+    batch_folder: Path | None = None
 
 
 class BodyTooLarge(Exception):
@@ -136,11 +139,12 @@ class Guard:
         if body is None:  # the client has disconnected
             return
         if path in self._paths and takes_body(scope):
-            problem = check_body(scope, body)
+            is_upload = path == FILES_PATH
+            problem = check_upload(scope) if is_upload else check_body(scope, body)
             if problem is not None:
                 await error_response(problem, path)(scope, receive, send)
                 return
-            scope = mark_as_json(scope)
+            scope = scope if is_upload else mark_as_json(scope)
         await self._run(scope, body, receive, send)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
@@ -236,6 +240,15 @@ def takes_body(scope: Any) -> bool:
     return bool(scope["method"] == "POST")
 
 
+def check_upload(scope: Any) -> Refusal | None:
+    """Return a refusal if the body is not a form, or comes from a web page, which may send a form without permission."""
+    headers = dict(scope["headers"])
+    media_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if media_type != FORM_TYPE:
+        return Refusal(400, f"a file is sent as multipart/form-data, not as {_quote_header(media_type)}; use curl -F file=@FILE")
+    return Refusal(415, "a web page cannot send files here; send them from a program") if b"origin" in headers else None
+
+
 def check_body(scope: Any, body: bytes) -> Refusal | None:
     """Return a refusal if the body is not a JSON object in UTF-8. Return None if it is.
 
@@ -250,7 +263,7 @@ def check_body(scope: Any, body: bytes) -> Refusal | None:
     is_json = media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json"))
     if not is_json and b"origin" in headers:
         return Refusal(415, f"a browser's body is read as application/json alone, not as {_quote_header(media_type)}")
-    problem = _find_content_problem(body)
+    problem = find_content_problem(body)
     return None if problem is None else Refusal(400, f"{problem}; send a JSON object in UTF-8")
 
 
@@ -260,7 +273,7 @@ def mark_as_json(scope: Any) -> Any:
     return {**scope, "headers": [*headers, JSON_TYPE]}
 
 
-def _find_content_problem(body: bytes) -> str | None:
+def find_content_problem(body: bytes) -> str | None:
     """Return why the body is not a JSON object that can be read, or None."""
     if not body.strip():
         return "the body is empty"

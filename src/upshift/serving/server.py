@@ -18,6 +18,7 @@ import uvicorn
 from upshift.errors import RequestError
 from upshift.inference.generation.prompts import check_prompts
 from upshift.inference.weights import find_weights, weights_size
+from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.guard import Limits
@@ -90,8 +91,20 @@ def serve(
         ws="none",
         server_header=False,
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
+    runner = asyncio.Runner(loop_factory=config.get_loop_factory())  # uvloop, where it is installed
+    with runner, holding(limits.batch_folder):
         runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
+
+
+@contextmanager
+def holding(folder: Path | None) -> Iterator[None]:
+    """Hold a folder of batches while open. Raise RequestError if another server holds it."""
+    lock = None if folder is None else OutputLock(folder, folder / LOCK_NAME)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 async def _run_server(
