@@ -42,6 +42,18 @@ class LineAnswer(NamedTuple):
     retry_after: float | None = None
 
 
+AnswerLine = Callable[[str, dict[str, Any]], Awaitable[LineAnswer]]  # the address and the body of a request
+
+
+async def answer_when_free(answer_line: AnswerLine, line: BatchLine) -> LineAnswer:
+    """Return the answer to a request. If the server is busy, wait and send the request again."""
+    while True:
+        answer = await answer_line(line.endpoint, line.body)
+        if answer.status not in BUSY:
+            return answer
+        await asyncio.sleep(max(answer.retry_after or 0.0, RETRY_SECONDS))
+
+
 class BatchFolder:
     """The files and batches in a folder. Content is in ``ID.jsonl``, and what is known of it in ``ID.json``."""
 
@@ -105,7 +117,7 @@ class BatchFolder:
 class Batches:
     """The batches of a server. ``answer`` answers a request at an address. ``rows`` requests of a batch run at once."""
 
-    def __init__(self, folder: BatchFolder, answer: Callable[[str, dict[str, Any]], Awaitable[LineAnswer]], rows: int) -> None:
+    def __init__(self, folder: BatchFolder, answer: AnswerLine, rows: int) -> None:
         self.folder = folder
         self._answer = answer
         self._rows = rows
@@ -203,7 +215,7 @@ class Batches:
 
         async def work() -> None:
             for line in waiting:
-                self._record(batch, line, await self._ask(batch["endpoint"], line))
+                self._record(batch, line, await answer_when_free(self._answer, line))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._rows):
@@ -213,14 +225,6 @@ class Batches:
             self.folder.delete(batch["error_file_id"])
             batch["error_file_id"] = None
         self._change(batch, "completed")
-
-    async def _ask(self, endpoint: str, line: BatchLine) -> LineAnswer:
-        """Return the answer to a request. If the server is busy, wait and send the request again."""
-        while True:
-            answer = await self._answer(endpoint, line.body)
-            if answer.status not in BUSY:
-                return answer
-            await asyncio.sleep(max(answer.retry_after or 0.0, RETRY_SECONDS))
 
     def _record(self, batch: dict[str, Any], line: BatchLine, answer: LineAnswer) -> None:
         file, count = ("output_file_id", "completed") if answer.status == 200 else ("error_file_id", "failed")

@@ -11,10 +11,14 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from command import Command
+from running_server import write_models
 from test_serve_faults import Recording, app_of
+from test_serving_parts import of_several
 
 from upshift.errors import RequestError
 from upshift.serving import batches as batches_module
+from upshift.serving import offline_batch
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Limits
 from upshift.serving.messages import Generate, Piece, Refused
@@ -209,6 +213,63 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     plain, form, empty, listed = served(tmp_path, Echoing(), ask)
     assert (plain.status_code, form.status_code, empty.status_code, listed.data) == (400, 415, 400, [])
     assert "no form with purpose and file" in empty.text
+
+
+class Ending(Echoing):
+    """An engine that fails for good at a prompt."""
+
+    async def pieces(self, request: Generate) -> Any:
+        chat: Any = request.prompt
+        if chat[0]["content"] in self.stops:
+            raise KeyboardInterrupt
+        async for piece in super().pieces(request):
+            yield piece
+
+
+def offline_line(name: str, **body: Any) -> dict[str, Any]:
+    return line_of(name, **{"model": "tiny", **body})
+
+
+def test_a_file_without_a_server(tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same lines; a run that was interrupted goes on."""
+    write_models(tmp_path)
+    names = [str(number) for number in range(7)]
+    prompts, output = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    embeddings = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": "x"}}
+    prompts.write_bytes(file_of(*map(offline_line, names), offline_line("bad", max_tokens=-1), embeddings))
+    monkeypatch.setattr(offline_batch, "BLOCK_LINES", 3)
+    asked = ("generate", tmp_path / "tiny", "--prompts", prompts, "--output", output, "--format", "openai-batch", "--json")
+    engines = [Ending("4"), Echoing(busy=2)]
+    monkeypatch.setattr(offline_batch, "ReplicaSet", lambda request: of_several(engines[0]))
+    assert upshift(*asked).code == 130 and not output.exists()
+    engines.pop(0)
+    answer = upshift(*asked)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert (found["requests"], found["generated"], found["failed"]) == (9, 6, 2)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [*names, "bad", "e"]
+    bodies = [line["response"]["body"] for line in lines]
+    assert [body["choices"][0]["message"]["content"] for body in bodies[:7]] == names
+    assert "max_tokens" in bodies[7]["error"]["message"] and "answers at" in bodies[8]["error"]["message"]
+    assert set(engines[0].prompts) == {"3", "4", "5", "6"}
+
+
+def test_files_without_a_server_that_are_wrong(tmp_path: Path, upshift: Command) -> None:
+    write_models(tmp_path)
+    prompts, output = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    asked = ("generate", tmp_path / "tiny", "--prompts", prompts, "--output", output, "--format", "openai-batch")
+    other = {**offline_line("b"), "url": "/v1/other"}
+    for content, more, words in (
+        (file_of(offline_line("a"), other), (), "requests.jsonl line 2: the line asks for POST '/v1/other'"),
+        (file_of(line_of("a")), (), "asks for the model 'm'; write 'tiny' in each line"),
+        (file_of(offline_line("a")), ("--seed", 0), "--seed is not possible with --format openai-batch"),
+        (file_of(offline_line("a")), ("--chat",), "--chat is not possible"),
+        (file_of(offline_line("a")), ("--backend", "xla"), "--backend is not possible"),
+    ):
+        prompts.write_bytes(content)
+        answer = upshift(*asked, *more)
+        assert answer.code == 2 and words in answer.err, answer.err
 
 
 def test_one_server_at_a_time_holds_a_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -80,12 +80,17 @@ def _content_of(part: Any) -> bytes:
 
 
 class BatchLine(NamedTuple):
+    """A request of a batch."""
+
     custom_id: str
+    endpoint: str
     body: dict[str, Any]
 
 
-def read_batch_lines(content: bytes, endpoint: str) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests of a batch, and the problems of the lines that are none, in OpenAI's form."""
+def read_batch_lines(content: bytes, endpoint: str | None) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+    """Return the requests of a batch, and the problems of the lines that are none, in OpenAI's form.
+
+    With ``endpoint``, all requests are for this address. With None, each is for one of those of ``Endpoint``."""
     lines: list[BatchLine] = []
     problems: list[dict[str, Any]] = []
     known_ids: set[str] = set()
@@ -113,7 +118,7 @@ def _numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _read_line(raw_line: bytes, endpoint: str, known_ids: set[str]) -> BatchLine:
+def _read_line(raw_line: bytes, endpoint: str | None, known_ids: set[str]) -> BatchLine:
     problem = find_content_problem(raw_line)
     if problem is not None:
         raise RequestError(f"{problem.replace('the body', 'the line')}; write {LINE_FORM}")
@@ -124,10 +129,12 @@ def _read_line(raw_line: bytes, endpoint: str, known_ids: set[str]) -> BatchLine
         raise RequestError(f"the line has no custom_id with a text, or no body with an object; write {LINE_FORM}")
     if custom_id in known_ids:
         raise RequestError(f"the custom_id {custom_id!r} was in an earlier line; give each line one of its own")
-    if document.get("method", "POST") != "POST" or document.get("url") != endpoint:
-        asked = f"{document.get('method')} {document.get('url')!r}"
-        raise RequestError(f"the line asks for {asked}, and the batch for POST {endpoint}; make a batch for each address")
-    return BatchLine(custom_id, body)
+    url = document.get("url")
+    allowed = get_args(Endpoint) if endpoint is None else (endpoint,)
+    if document.get("method", "POST") != "POST" or url not in allowed:
+        asked = f"{document.get('method')} {url!r}"
+        raise RequestError(f"the line asks for {asked}, and the batch for POST {' or '.join(allowed)}")
+    return BatchLine(custom_id, url, body)
 
 
 def format_result(line: BatchLine, status: int, body: Any) -> dict[str, Any]:
