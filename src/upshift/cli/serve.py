@@ -107,6 +107,13 @@ SslKeyfile = Annotated[
         default="in the certificate's file",
     ),
 ]  # fmt: skip
+AllowSpecial = Annotated[
+    bool,
+    option(
+        "--allow-special", panel=Panel.SERVER,
+        text="Read control tokens in the messages of a chat as such. Without it, they are plain text.",
+    ),
+]  # fmt: skip
 Adapters = Annotated[
     list[str] | None,
     option(
@@ -195,6 +202,7 @@ def command(
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
     api_key_file: ApiKeyFile = None,
+    allow_special: AllowSpecial = False,
     allow_origin: AllowOrigin = None,
     root_path: RootPath = "",
     ssl_certfile: SslCertfile = None,
@@ -226,6 +234,7 @@ def command(
             prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
             race_seconds=read_seconds(race_seconds), options=generation_settings,
             generation_options=generation_options if len(names) == 1 else (),
+            allow_special=allow_special,
             takes_adapters=adapter_folder is not None or name in adapters, adapters=adapters.get(name, {}),
         )
         for name, model in names.items()

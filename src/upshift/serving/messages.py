@@ -50,6 +50,7 @@ class EngineRequest(Value):
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
+    allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     replica: int = Field(0, ge=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
@@ -100,6 +101,16 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": error_type, "message": cut_error(message)}}
 
 
+UNION_NAME = re.compile(r"(list|tuple|union|tagged-union|function-\w+|constrained-\w+)\[")  # pydantic's, in the path of a field
+OTHER_PARTS = {  # types of the parts of a message that are no text, in OpenAI's words and in Anthropic's
+    "image_url": "a picture",
+    "input_image": "a picture",
+    "image": "a picture",
+    "input_audio": "a sound",
+    "input_file": "a file",
+    "file": "a file",
+    "document": "a document",
+}
 FAULT = Refusal(500, "the server failed at this request; its log says how")
 
 
@@ -138,8 +149,11 @@ def _refusal_of_invalid(error: RequestValidationError) -> Refusal:
     problems = error.errors()
     value_problems = [problem for problem in problems if not problem["type"].endswith(("_type", "_parsing"))]
     problem = (value_problems or problems)[0]
-    path = [str(key) for key in problem["loc"] if key != "body"]
+    path = [str(key) for key in problem["loc"] if key != "body" and not UNION_NAME.match(str(key))]
     field = ".".join(path).encode(errors="backslashreplace").decode()
+    kind = problem.get("ctx", {}).get("tag") or problem.get("input")
+    if isinstance(kind, str) and kind in OTHER_PARTS and problem["type"] in ("union_tag_invalid", "literal_error"):
+        return Refusal(400, f"{field} is {OTHER_PARTS[kind]}, and the models here read texts only; leave it out", field)
     if problem["type"] == "extra_forbidden":
         return Refusal(400, f"{field} is not possible here; leave it out", field)
     if problem["type"] == "json_invalid":

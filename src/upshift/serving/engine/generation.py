@@ -26,6 +26,7 @@ from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
     END_TOKENS,
     ReasoningForm,
@@ -419,10 +420,15 @@ class GenerationWorker:
         form = self._reasoning_form
         variables = self._tools.read_variables(template, reasons=form is not None)
         messages = template_reasoning(chat, form)
-        uses_tools = any(set(message) - {"role", "content"} for message in messages)
-        if tools is None and not uses_tools and not variables and not is_answered:
-            return self.generator.prompts.tokenize([messages])[0]
-        return self._tools.tokenize(messages, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+        tokenizer = self.generator.prompts.tokenizer
+
+        def read(chat: list[dict[str, Any]]) -> list[int]:
+            uses_tools = any(set(message) - {"role", "content"} for message in chat)
+            if tools is None and not uses_tools and not variables and not is_answered:
+                return self.generator.prompts.tokenize([chat])[0]
+            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+
+        return read(messages) if self.request.allow_special else read_as_text(messages, tokenizer, read)
 
     def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
         """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
