@@ -32,10 +32,13 @@ from upshift.cli.options import (
 )
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
-from upshift.errors import RequestError
+from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
 from upshift.settings import wait_briefly
+from upshift.versions import installed_version
 
+BATCH_FORM = "openai-batch"
+BATCH_ROWS = 32  # answers that are computed at once
 Prompts = Annotated[
     Path | None,
     option(
@@ -75,6 +78,13 @@ Backend = Annotated[
         metavar="NAME", choices=("race", "xla"),
     ),
 ]  # fmt: skip
+Form = Annotated[
+    str,
+    option(
+        "--format", text="The form of --prompts and --output: plain, or requests as for OpenAI's batches", panel=Panel.TEXT,
+        metavar="NAME", choices=("plain", BATCH_FORM),
+    ),
+]  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
 
@@ -89,6 +99,7 @@ def command(
     stop: Stop = None,
     seed: Seed = None,
     chat: Chat = False,
+    form: Form = "plain",
     quality: Quality = "exact",
     engine: Engine = None,
     engine_python: EnginePython = None,
@@ -107,6 +118,14 @@ def command(
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
+    if form == BATCH_FORM:
+        _check_batch_options(
+            {
+                "--prompt": prompt, "--max-new-tokens": max_new_tokens, "--stop": stop, "--seed": seed, "--chat": chat,
+                "--engine-python": engine_python, "--engine-set": engine_settings,
+                "--backend": None if backend == "race" else backend,
+            }
+        )  # fmt: skip
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
     elif overwrite:
@@ -118,6 +137,10 @@ def command(
         "race_seconds": race_seconds, "engine_python": engine_python,
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
+    if form == BATCH_FORM and prompts is not None and output is not None:
+        settings = {name: value for name, value in generation_options.items() if value is not None}
+        _answer_batch(model, prompts, output, race_options, settings, as_json=as_json)
+        return
     if backend != "race":
         generate_xla.check(backend, {**race_options, "stop": stop})
         generate_xla.run(
@@ -130,6 +153,46 @@ def command(
         return
     assert prompts is not None and output is not None
     _generate_file(generator, prompts, output, generation, as_json=as_json)
+
+
+def _check_batch_options(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for an option that the requests of a batch have themselves, or that a server's engine has not."""
+    for option_name, value in given.items():
+        if value is not None and value is not False and value != []:
+            raise RequestError(
+                f"{option_name} is not possible with --format {BATCH_FORM}, whose requests have their own options; leave it out"
+            )
+
+
+def _answer_batch(
+    model: str, prompts: Path, output: Path, race_options: Mapping[str, Any], settings: dict[str, Any], *, as_json: bool
+) -> None:
+    """Write the answers to a file of batch requests, and go on with those of an earlier, interrupted run."""
+    for library in ("fastapi", "prometheus-client", "llguidance"):
+        if installed_version(library) is None:
+            raise MissingExtra(library=library, extra="serve", purpose=f"--format {BATCH_FORM}")
+    from upshift.serving.messages import EngineRequest
+    from upshift.serving.offline_batch import answer_batch_file
+
+    names = ("quality", "engine", "max_ttft_ms", "max_tpot_ms", "race_seconds")
+    request = EngineRequest(
+        model=model, concurrency=BATCH_ROWS, options=settings, max_memory=tuple(race_options["max_memory"] or ()),
+        **{name: race_options[name] for name in names},
+    )  # fmt: skip
+    start = time.perf_counter()
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    with tables.bar("Generating") as update:
+        counts = answer_batch_file(request, name, prompts, output, update)
+    seconds = time.perf_counter() - start
+    if as_json:
+        document = {
+            "requests": counts.total, "generated": counts.total - counts.resumed, "failed": counts.failed, "seconds": seconds,
+            "output": str(output),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    new = counts.total - counts.resumed
+    tables.out.print(f"{counts.total:,} answers in {output} ({new:,} now, {counts.failed:,} of them errors)")
 
 
 def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:

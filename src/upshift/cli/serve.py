@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,6 +107,34 @@ SslKeyfile = Annotated[
         default="in the certificate's file",
     ),
 ]  # fmt: skip
+AllowSpecial = Annotated[
+    bool,
+    option(
+        "--allow-special", panel=Panel.SERVER,
+        text="Read control tokens in the messages of a chat as such. Without it, they are plain text.",
+    ),
+]  # fmt: skip
+Adapters = Annotated[
+    list[str] | None,
+    option(
+        "--adapter", panel=Panel.SERVER, metavar="NAME=FOLDER", default="none",
+        text="Serve a LoRA adapter without merging it. Requests name it as their model. Repeat it for several adapters.",
+    ),
+]  # fmt: skip
+AdapterFolder = Annotated[
+    Path | None,
+    option(
+        "--adapter-folder", panel=Panel.SERVER, metavar="FOLDER", default="clients load none",
+        text="Let clients load adapters from this folder, and unload them, while the server runs.",
+    ),
+]  # fmt: skip
+BatchFolder = Annotated[
+    Path | None,
+    option(
+        "--batch-folder", panel=Panel.SERVER, metavar="FOLDER", default="no batches",
+        text="Take OpenAI's batches (/v1/files, /v1/batches), and keep their files in this folder.",
+    ),
+]  # fmt: skip
 Prompts = Annotated[
     Path | None,
     option(
@@ -166,10 +195,14 @@ def command(
     max_waiting: MaxWaiting = 256,
     quality: Quality = "exact",
     engine: Engine = None,
+    adapter: Adapters = None,
+    adapter_folder: AdapterFolder = None,
+    batch_folder: BatchFolder = None,
     total_memory: TotalMemory = None,
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
     api_key_file: ApiKeyFile = None,
+    allow_special: AllowSpecial = False,
     allow_origin: AllowOrigin = None,
     root_path: RootPath = "",
     ssl_certfile: SslCertfile = None,
@@ -180,6 +213,7 @@ def command(
     _check_prompts(prompts, prompt_length)
     _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
+    from upshift.serving.adapter_files import assign_adapters
     from upshift.serving.app import Site
     from upshift.serving.guard import Limits
     from upshift.serving.messages import EngineRequest
@@ -187,6 +221,8 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _models_by_name(models)
+    adapters = assign_adapters(_read_adapters(adapter or []), names)
+    _check_adapters(adapters, adapter_folder, engine)
     generation_settings = _read_settings(settings or [])
     typed = {"--max-tpot-ms": max_tpot_ms, "--output-length": output_length, "--concurrency": concurrency}
     generation_options = tuple(option for option, value in typed.items() if value is not None)
@@ -198,11 +234,16 @@ def command(
             prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
             race_seconds=read_seconds(race_seconds), options=generation_settings,
             generation_options=generation_options if len(names) == 1 else (),
+            allow_special=allow_special,
+            takes_adapters=adapter_folder is not None or name in adapters, adapters=adapters.get(name, {}),
         )
         for name, model in names.items()
     }  # fmt: skip
     keys = () if api_key_file is None else read_api_keys(api_key_file)
-    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys)
+    limits = Limits(
+        request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys, adapter_folder=adapter_folder,
+        batch_folder=_make_folder(batch_folder),
+    )  # fmt: skip
     address = Address(host, port, ssl_certfile, ssl_keyfile, Site(root_path, tuple(allow_origin or ())))
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
@@ -211,6 +252,37 @@ def command(
             memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=generation_options,
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
+
+
+def _read_adapters(pairs: list[str]) -> dict[str, Path]:
+    """Return the folders of adapters by their names. Raise RequestError for a text that is none, or a name that comes twice."""
+    adapters: dict[str, Path] = {}
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder:
+            raise RequestError(f"--adapter {pair!r} is no adapter; write NAME=FOLDER, with the name that requests will use")
+        if name in adapters:
+            raise RequestError(f"--adapter {pair}: two adapters are called {name!r}; give one of them another name")
+        adapters[name] = Path(folder)
+    return adapters
+
+
+def _check_adapters(adapters: Mapping[str, Any], adapter_folder: Path | None, engine: str | None) -> None:
+    from upshift.serving.adapter_files import check_engine_of_adapters
+
+    if adapter_folder is not None and not adapter_folder.is_dir():
+        raise RequestError(f"--adapter-folder {adapter_folder} is no folder; give the one that has the adapters")
+    if adapters or adapter_folder is not None:
+        check_engine_of_adapters(engine)
+
+
+def _make_folder(folder: Path | None) -> Path | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"--batch-folder {folder} cannot be made: {error.strerror}; give another folder") from None
+    return folder
 
 
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:

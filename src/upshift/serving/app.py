@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import logging
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -20,12 +21,15 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from upshift.errors import JobFailed, UpshiftError
-from upshift.serving.guard import Guard, Limits, RootPath
+from upshift.errors import JobFailed, RequestError, UpshiftError
+from upshift.serving.batches import Batches, BatchFolder, LineAnswer
+from upshift.serving.engine_client import RequestRefused
+from upshift.serving.guard import Guard, Limits, RootPath, route_path
 from upshift.serving.messages import Detokenize, Embed, Piece
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
@@ -35,22 +39,15 @@ from upshift.serving.openai_requests import (
     EmbeddingRequest,
     Usage,
 )
-from upshift.serving.openai_responses import (
-    FAULT,
-    RESPONSES,
-    Answer,
-    Choice,
-    Refusal,
-    TextRequest,
-    add_prompt,
-    error_event,
-    error_response,
-    merge_choices,
-    refusal_of,
-)
+from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_prompt, error_event, merge_choices
+from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
+from upshift.serving.protocols.anthropic_answers import MessageAnswer
+from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
+from upshift.serving.protocols.batch_addresses import add_batch_addresses
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
+from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
 from upshift.versions import installed_version
 
@@ -73,7 +70,9 @@ class Site:
 class ProtocolAnswer(Protocol):
     """An answer in the form of one protocol. Its methods return the events of a stream."""
 
-    def start(self) -> bytes: ...
+    def start(self, first: Piece) -> bytes:
+        """``first`` is the first piece, whose events ``add`` returns."""
+        ...
 
     def add(self, piece: Piece) -> bytes: ...
 
@@ -115,6 +114,45 @@ class Server:
 
         return await self._answer_chat(answer, chat, "/v1/responses", keep)
 
+    async def answer_line(self, endpoint: str, body: dict[str, Any]) -> LineAnswer:
+        """Answer a request of a batch, as the address answers it."""
+        body_type, handler = self._line_handlers[endpoint]
+        try:
+            if body.get("stream"):
+                raise RequestError("a request of a batch is not streamed; leave out stream")
+            response = await handler(body_type.model_validate(body))
+        except Exception as error:  # of any type: it is the answer to this request, and the batch goes on
+            if isinstance(error, ValidationError):
+                error = RequestValidationError(error.errors())
+            refusal = refusal_of(error)
+            if refusal is None:
+                logger.error("a request of a batch failed", exc_info=error)
+                refusal = FAULT
+            return LineAnswer(refusal.status, refusal.body(), refusal.retry_after)
+        return LineAnswer(response.status_code, json.loads(bytes(response.body)))
+
+    @property
+    def _line_handlers(self) -> dict[str, tuple[Any, Callable[[Any], Awaitable[Response]]]]:
+        return {
+            "/v1/chat/completions": (ChatRequest, self.chat),
+            "/v1/completions": (CompletionRequest, self.complete),
+            "/v1/embeddings": (EmbeddingRequest, self.embed),
+            "/v1/responses": (ResponsesRequest, self.respond),
+        }
+
+    async def message(self, request: MessagesRequest) -> Response:
+        self._check_model(request.model)
+        chat = request.to_chat()
+        return await self._answer_chat(MessageAnswer(chat), chat, "/v1/messages")
+
+    async def count_tokens(self, request: MessagesPrompt) -> dict[str, int]:
+        self._check_model(request.model)
+        chat = request.to_chat()
+        chat.check()
+        async with self._load(request.model, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            tokens = await engine.tokens(chat.tokenize_request())
+        return {"input_tokens": len(tokens.ids)}
+
     def response(self, id: str) -> dict[str, Any]:
         return self._find_response(id).body
 
@@ -153,7 +191,7 @@ class Server:
         self, answer: ProtocolAnswer, counts: Answer, first_choice: Any, choices: Any, path: str, on_end: Callable[[Usage], None]
     ) -> AsyncIterator[bytes]:
         """Yield the events of an answer, as ``_stream_events`` does."""
-        yield answer.start()
+        yield answer.start(first_choice.piece)
         try:
             async with aclosing(choices):
                 choice = first_choice
@@ -201,11 +239,44 @@ class Server:
             return {"prompt": await engine.text(Detokenize(tokens=tuple(request.tokens)))}
 
     def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [_describe_model(name) for name in self.pool.engines]}
+        return {"object": "list", "data": [self._describe_model(name) for name in self.pool.names]}
 
     def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return _describe_model(name)
+        return self._describe_model(name)
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        """Return a model in OpenAI's form. An adapter has the name of its model in ``parent``, as vLLM has."""
+        parent = {"parent": self.pool.adapters[name]} if name in self.pool.adapters else {}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "upshift", **parent}
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> Response:
+        folder = self.limits.adapter_folder
+        if folder is None:
+            raise HTTPException(403, "clients load no adapters here; start the server with --adapter-folder")
+        if request.lora_name in self.pool.names:
+            raise HTTPException(400, f"{request.lora_name!r} is served already; unload it first, or choose another name")
+        references = {name: engine.request.model for name, engine in self.pool.engines.items()}
+        base, order = await asyncio.to_thread(request.order, folder, references)
+        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            try:
+                await engine.change_adapters(order)
+            except RequestRefused as refused:
+                raise HTTPException(refused.status, str(refused).replace(order.folder, request.lora_path)) from None
+        self.pool.adapters[request.lora_name] = base
+        return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> Response:
+        if self.limits.adapter_folder is None:
+            raise HTTPException(403, "clients unload no adapters here; start the server with --adapter-folder")
+        base = self.pool.adapters.get(request.lora_name)
+        if base is None:
+            loaded = ", ".join(self.pool.adapters) or "none"
+            raise HTTPException(404, f"the adapter {request.lora_name!r} is not loaded here; loaded are: {loaded}")
+        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+            await engine.change_adapters(request.order())
+        self.pool.adapters.pop(request.lora_name, None)
+        return Response(f"Success: LoRA adapter '{request.lora_name}' removed successfully.", media_type="text/plain")
 
     def version(self) -> dict[str, Any]:
         return {"version": installed_version("upshift")}
@@ -268,7 +339,10 @@ class Server:
             self._check_choice_count(engine, len(prompts))
             texts: list[AsyncIterator[Any]] = []
             for index, prompt in enumerate(prompts):
-                pieces = engine.pieces(request.engine_request(prompt, seed=choice_seed(seed, index)))
+                engine_request = request.engine_request(prompt, seed=choice_seed(seed, index))
+                if request.model in self.pool.adapters:
+                    engine_request = engine_request.model_copy(update={"adapter": request.model})
+                pieces = engine.pieces(engine_request)
                 timed_pieces = time_pieces(pieces, self.metrics, request.model)
                 texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
@@ -291,7 +365,10 @@ class Server:
 
     @asynccontextmanager
     async def _load(self, name: str, task: str | None) -> AsyncIterator[tuple[ReplicaSet, float]]:
-        """Yield the loaded engine of a model, and the seconds that remain for the request. None allows any task."""
+        """Yield the loaded engine of a model, or of an adapter's model, and the seconds that remain for the request.
+
+        None allows any task."""
+        name = self.pool.adapters.get(name, name)
         start = time.monotonic()
         limit = self.limits.request_seconds
         async with AsyncExitStack() as contexts:
@@ -312,13 +389,12 @@ class Server:
     def _count_tokens(self, answer: Answer) -> None:
         usage = answer.usage
         model = answer.request.model
-        self.metrics.tokens.labels(model, "prompt").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels(model, "cached").inc(usage.prompt_tokens_details.cached_tokens)
-        self.metrics.tokens.labels(model, "answer").inc(usage.completion_tokens)
+        cached = usage.prompt_tokens_details.cached_tokens
+        self.metrics.record_tokens(model, prompt=usage.prompt_tokens, cached=cached, answer=usage.completion_tokens)
 
     def _check_model(self, name: str) -> None:
-        if name not in self.pool.engines:
-            valid_names = ", ".join(self.pool.engines)
+        if name not in self.pool.names:
+            valid_names = ", ".join(self.pool.names)
             raise HTTPException(404, f"the model {name!r} is not served here; ask for one of {valid_names}")
 
     def _check_choice_count(self, engine: ReplicaSet, count: int) -> None:
@@ -346,10 +422,6 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _describe_model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "upshift"}
-
-
 def _encode_vector(row: str, encoding_format: str) -> Any:
     """Return an fp32 vector in base64 as it is for "base64", and as numbers for "float"."""
     if encoding_format == "base64":
@@ -360,10 +432,17 @@ def _encode_vector(row: str, encoding_format: str) -> Any:
 
 def make_app(server: Server, site: Site = Site()) -> FastAPI:
     """Return the ASGI application of a server."""
+    folder = server.limits.batch_folder
+    rows = sum(engine.request.concurrency for engine in server.pool.engines.values())
+    batches = None if folder is None else Batches(BatchFolder(folder), server.answer_line, rows)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if batches is not None:
+            batches.resume()
         yield
+        if batches is not None:
+            await batches.stop()
         await server.pool.stop()
 
     app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
@@ -372,10 +451,15 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
     app.post("/v1/responses", **errors)(server.respond)
+    app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
+    app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
     app.get("/v1/responses/{id}", **errors)(server.response)
     app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
+    add_batch_addresses(app, batches, errors)
+    app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
+    app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)
@@ -412,4 +496,4 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request failed", exc_info=error)
-    return error_response(refusal or FAULT)
+    return error_response(refusal or FAULT, route_path(request.scope))

@@ -19,11 +19,13 @@ from upshift.serving.messages import (
     Cancel,
     DecodedText,
     Detokenize,
+    Done,
     Embed,
     EngineRequest,
     Failed,
     Generate,
     Heartbeat,
+    LoadAdapter,
     Piece,
     Ready,
     Refused,
@@ -31,6 +33,7 @@ from upshift.serving.messages import (
     Request,
     Tokenize,
     Tokens,
+    UnloadAdapter,
     Vector,
 )
 from upshift.value import Value
@@ -170,6 +173,18 @@ class EngineProcess:
                 assert isinstance(part, DecodedText)
                 text += part.text
         return text
+
+    async def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> None:
+        """Load or unload an adapter. Raise RequestRefused or EngineDied.
+
+        From then on, the process loads the same adapters when it starts again."""
+        async with aclosing(self._replies(order)) as replies:
+            async for reply in replies:
+                assert isinstance(reply, Done)
+        adapters = {name: folder for name, folder in self.request.adapters.items() if name != order.name}
+        if isinstance(order, LoadAdapter):
+            adapters[order.name] = order.folder
+        self.request = self.request.changed(adapters=adapters)
 
     async def _replies(self, request: Request) -> AsyncGenerator[Reply]:
         """Send a request, and yield the replies. When the consumer stops before the last one, cancel the request."""

@@ -12,17 +12,21 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
 from upshift.serving.metrics import Metrics
-from upshift.serving.openai_responses import FAULT, Refusal, error_response
+from upshift.serving.refusals import FAULT, Refusal, error_response
 
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json")  # no API key is needed
 MAX_DEPTH = 200  # of nested objects and lists
+FILES_PATH = "/v1/files"  # whose uploads are forms
+FORM_TYPE = b"multipart/form-data"
 JSON_TYPE = (b"content-type", b"application/json")
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # a request id of a client that is safe in a log
 TYPE_NAMES = {
@@ -37,13 +41,17 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of requests, and the API keys of clients. Without keys, everybody may send requests."""
+    """The limits of requests, and the API keys of clients. Without keys, everybody may send requests.
+
+    Clients may load adapters from ``adapter_folder``, and their batches are kept in ``batch_folder``. None allows neither."""
 
     request_seconds: float = 600.0
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 10.0  # beyond request_seconds, in which the client must have read the answer
     keys: tuple[str, ...] = ()
+    adapter_folder: Path | None = None
+    batch_folder: Path | None = None
 
 
 class BodyTooLarge(Exception):
@@ -73,7 +81,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                ids = [(b"x-request-id", request_id), (b"request-id", request_id)]  # OpenAI's name, and Anthropic's
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
@@ -83,7 +92,7 @@ class Guard:
             if status:
                 status = FAULT.status
                 raise
-            await error_response(FAULT)(scope, receive, send_with_id)
+            await error_response(FAULT, route_path(scope))(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - start
             logger.info("%s %s %s %s %.3f s", request_id.decode(), scope["method"], quote(scope["path"]), status, seconds)
@@ -93,7 +102,7 @@ class Guard:
     async def _check_and_run(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._check_headers(scope)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, route_path(scope))(scope, receive, send)
         else:
             await self._check_body_and_run(scope, receive, send)
 
@@ -102,11 +111,11 @@ class Guard:
         limits = self._limits
         headers = dict(scope["headers"])
         if limits.keys and route_path(scope) not in PUBLIC_PATHS:
-            scheme, _, client_key = headers.get(b"authorization", b"").partition(b" ")
+            client_key = read_key(headers)
             # Compare with every key, in constant time, so that the time does not depend on the key.
-            matches = [hmac.compare_digest(client_key.strip(), key.encode()) for key in limits.keys]
-            if scheme.lower() != b"bearer" or not any(matches):
-                return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY")
+            matches = [hmac.compare_digest(client_key, key.encode()) for key in limits.keys]
+            if not any(matches):
+                return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY, or x-api-key: KEY")
         size = headers.get(b"content-length", b"0")
         if size.isdigit() and int(size) > limits.body_bytes:
             return _refuse_size(limits.body_bytes)
@@ -116,24 +125,26 @@ class Guard:
         """Read the whole body before the application runs, so that a body that is too large or too slow never reaches
         an address."""
         limits = self._limits
+        path = route_path(scope)
         try:
             async with asyncio.timeout(limits.body_seconds):
                 body = await _read_body(receive, limits.body_bytes)
         except BodyTooLarge:
-            await error_response(_refuse_size(limits.body_bytes))(scope, receive, send)
+            await error_response(_refuse_size(limits.body_bytes), path)(scope, receive, send)
             return
         except TimeoutError:
             refusal = Refusal(408, f"the body did not come within {limits.body_seconds:g} s")
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, path)(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
-        if route_path(scope) in self._paths and takes_body(scope):
-            problem = check_body(scope, body)
+        if path in self._paths and takes_body(scope):
+            is_upload = path == FILES_PATH
+            problem = check_upload(scope) if is_upload else check_body(scope, body)
             if problem is not None:
-                await error_response(problem)(scope, receive, send)
+                await error_response(problem, path)(scope, receive, send)
                 return
-            scope = mark_as_json(scope)
+            scope = scope if is_upload else mark_as_json(scope)
         await self._run(scope, body, receive, send)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
@@ -192,6 +203,12 @@ def route_path(scope: Any) -> str:
     return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
 
 
+def read_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the API key of a request, as OpenAI's clients or as Anthropic's send it, or an empty text."""
+    scheme, _, bearer_key = headers.get(b"authorization", b"").partition(b" ")
+    return bearer_key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
 def read_request_id(scope: Any) -> bytes:
     """Return the client's x-request-id, or a new one if the client sends none that is safe in a log."""
     request_id: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
@@ -223,6 +240,15 @@ def takes_body(scope: Any) -> bool:
     return bool(scope["method"] == "POST")
 
 
+def check_upload(scope: Any) -> Refusal | None:
+    """Return a refusal if the body is not a form, or comes from a web page, which may send a form without permission."""
+    headers = dict(scope["headers"])
+    media_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if media_type != FORM_TYPE:
+        return Refusal(400, f"a file is sent as multipart/form-data, not as {_quote_header(media_type)}; use curl -F file=@FILE")
+    return Refusal(415, "a web page cannot send files here; send them from a program") if b"origin" in headers else None
+
+
 def check_body(scope: Any, body: bytes) -> Refusal | None:
     """Return a refusal if the body is not a JSON object in UTF-8. Return None if it is.
 
@@ -237,7 +263,7 @@ def check_body(scope: Any, body: bytes) -> Refusal | None:
     is_json = media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json"))
     if not is_json and b"origin" in headers:
         return Refusal(415, f"a browser's body is read as application/json alone, not as {_quote_header(media_type)}")
-    problem = _find_content_problem(body)
+    problem = find_content_problem(body)
     return None if problem is None else Refusal(400, f"{problem}; send a JSON object in UTF-8")
 
 
@@ -247,7 +273,7 @@ def mark_as_json(scope: Any) -> Any:
     return {**scope, "headers": [*headers, JSON_TYPE]}
 
 
-def _find_content_problem(body: bytes) -> str | None:
+def find_content_problem(body: bytes) -> str | None:
     """Return why the body is not a JSON object that can be read, or None."""
     if not body.strip():
         return "the body is empty"

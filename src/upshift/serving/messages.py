@@ -50,6 +50,9 @@ class EngineRequest(Value):
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
+    allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
+    takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
+    adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 
@@ -72,6 +75,7 @@ class Generate(Value):
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
     prompt: Prompt
+    adapter: str | None = Field(None, description="the name of an adapter")
     options: dict[str, Any] = {}
     default_tokens: int | None = Field(None, description="of an answer, if neither the request nor the server's --set limits it")
     ignore_eos: bool = Field(False, description="the model's own tokens that end a text do not end this one")
@@ -119,6 +123,23 @@ class Detokenize(Value):
     kind: Literal["detokenize"] = "detokenize"
     id: int = 0  # the engine numbers them
     tokens: tuple[int, ...]
+
+
+class LoadAdapter(Value):
+    """An order to load the adapter of a folder under a name."""
+
+    kind: Literal["load_adapter"] = "load_adapter"
+    id: int = 0  # the engine numbers them
+    name: str
+    folder: str
+
+
+class UnloadAdapter(Value):
+    """An order to forget an adapter. Requests that it computes now go on."""
+
+    kind: Literal["unload_adapter"] = "unload_adapter"
+    id: int = 0  # the engine numbers them
+    name: str
 
 
 class Cancel(Value):
@@ -193,7 +214,7 @@ class Piece(Value):
     ``reasoning_tokens`` of those in the reasoning. ``cached_tokens`` is the number of prompt tokens that were reused from the
     cache. ``calls`` holds the calls of tools that are complete with this piece. ``scores`` holds the tokens' log-probabilities
     if the request asks for them, without the token that ends the text, and ``prompt_scores`` those of the prompt. ``ending`` is
-    set on the last piece only."""
+    set on the last piece only. ``stop_string`` is the stop string that ended the text, or None if something else did."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -207,6 +228,7 @@ class Piece(Value):
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
+    stop_string: str | None = None
 
     @property
     def last(self) -> bool:
@@ -250,6 +272,14 @@ class DecodedText(Value):
     last: bool
 
 
+class Done(Value):
+    """The answer to an order that has been carried out."""
+
+    kind: Literal["done"] = "done"
+    id: int
+    last: bool = True
+
+
 class Refused(Value):
     """The answer to a request that the engine rejects or that failed.
 
@@ -284,8 +314,8 @@ class Heartbeat(Value):
     resident_bytes: int
 
 
-Request = Generate | Embed | Tokenize | Detokenize
-Reply = Piece | Vector | Tokens | DecodedText
+Request = Generate | Embed | Tokenize | Detokenize | LoadAdapter | UnloadAdapter
+Reply = Piece | Vector | Tokens | DecodedText | Done
 ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
 FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]
 TO_ENGINE: TypeAdapter[Request | Cancel] = TypeAdapter(ToEngine)

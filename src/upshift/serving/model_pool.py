@@ -35,6 +35,7 @@ class ModelPool:
     metrics: Metrics
     sizes: dict[str, int] = field(default_factory=dict)
     memory_bytes: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)  # names of their models, by the names of the adapters
     _load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _users: dict[str, int] = field(default_factory=dict)
     _loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # that run now, by model name
@@ -42,6 +43,12 @@ class ModelPool:
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
             engine.call_on_restart(partial(self._record_restart, name))
+            self.adapters |= dict.fromkeys(engine.request.adapters, name)
+
+    @property
+    def names(self) -> list[str]:
+        """Return all names that a request may ask for: of models, and of adapters."""
+        return [*self.engines, *self.adapters]
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[ReplicaSet]:
@@ -78,8 +85,7 @@ class ModelPool:
         """Set the gauges of the metrics to the present values."""
         for name, engine in self.engines.items():
             self.metrics.in_flight.labels(name).set(engine.in_flight)
-            self.metrics.live.labels(name).set(engine.heartbeat.live)
-            self.metrics.waiting.labels(name).set(engine.heartbeat.waiting)
+            self.metrics.record_sequences(name, live=engine.heartbeat.live, waiting=engine.heartbeat.waiting)
             self.metrics.resident.labels(name).set(self._loaded_bytes(name))
 
     async def _wait_for_load(self, name: str) -> None:

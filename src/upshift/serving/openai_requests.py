@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
-from upshift.serving.messages import Generate, Piece, Prompt, TemplateOptions
+from upshift.serving.messages import Generate, Piece, Prompt, TemplateOptions, Tokenize
 from upshift.text import find_lone_surrogate
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -78,6 +78,7 @@ MAX_INPUTS = 2048  # texts of a request for embeddings
 MAX_LIKELIEST = 20  # tokens that are reported at one position
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 64
+MAX_STOPS = 16  # texts; OpenAI takes 4, and Anthropic more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NOT_KEPT = "taken, and not kept"
 MAX_TOOLS = 128
@@ -174,7 +175,7 @@ class SamplingRequest(RequestBody):
         None, description="by token ids of the model", json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}}
     )
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -458,6 +459,12 @@ class ChatRequest(SamplingRequest):
             }
         )
 
+    def tokenize_request(self) -> Tokenize:
+        """Return the engine's request for the token ids of the prompt."""
+        (prompt, *_) = self.prompts()
+        tools = [tool.to_template() for tool in self._offered_tools]
+        return Tokenize(prompt=prompt, tools=json.dumps(tools) if tools else None, template=self._template_options)
+
     @property
     def _template_options(self) -> TemplateOptions:
         variables = json.dumps(self.chat_template_kwargs)
@@ -579,14 +586,3 @@ class Usage(BaseModel):
             completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
             total_tokens=prompt_tokens + completion_tokens,
         )
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorAnswer(BaseModel):
-    error: ErrorBody

@@ -1,11 +1,10 @@
-"""Build answers in OpenAI's form: whole answers, server-sent events, log-probabilities and errors."""
+"""Build answers in OpenAI's form: whole answers, server-sent events and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
 import json
-import math
 import time
 import uuid
 from collections import defaultdict
@@ -13,14 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-
-from upshift.errors import JobFailed, RequestError
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.messages import Piece, TokenScore, ToolCall, cut_error
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, ErrorAnswer, Usage
+from upshift.serving.messages import Piece, TokenScore, ToolCall
+from upshift.serving.openai_requests import ChatRequest, CompletionRequest, Usage
 
 TextRequest = ChatRequest | CompletionRequest
 ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefix of ids, and the name of the object
@@ -279,86 +272,3 @@ def _format_prompt_token(score: TokenScore, count: int) -> dict[str, Any] | None
 
 def _format_token(score: TokenScore) -> dict[str, Any]:
     return {"token": score.text, "logprob": score.logprob, "bytes": list(score.spelled)}
-
-
-ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-DESCRIPTIONS = {  # of the statuses, for the page at /docs
-    400: "the request is not possible",
-    401: "the key is missing or unknown",
-    404: "the model is not served here",
-    408: "the body came too slowly",
-    413: "the body, or prompt and answer, are too long",
-    415: "the body is compressed, or a browser's and not named as JSON",
-    429: "it would wait too long",
-    500: "the engine failed at this request alone",
-    503: "the engine died, or starts again",
-    504: "it took longer than a request may",
-}
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": description, "model": ErrorAnswer} for status, description in DESCRIPTIONS.items()
-}
-RETRY_SECONDS = 1.0  # an engine that died is restarted
-
-
-class Refusal(NamedTuple):
-    """An error answer: HTTP status, message, the field that is wrong, the seconds after which to try again, and OpenAI's code.
-
-    Message and field may quote the request, and are cut where they are sent."""
-
-    status: int
-    message: str
-    param: str | None = None
-    retry_after: float | None = None
-    code: str | None = None
-
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's form."""
-        error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        param = None if self.param is None else cut_error(self.param)
-        return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
-
-
-FAULT = Refusal(500, "the server failed at this request; its log says how")
-
-
-def refusal_of(error: BaseException) -> Refusal | None:
-    """Return the refusal for an error, or None if the error is a fault of the server itself."""
-    if isinstance(error, RequestRefused):
-        return Refusal(error.status, str(error), retry_after=error.retry_after, code=error.code)
-    if isinstance(error, RequestValidationError):
-        return _refusal_of_invalid(error)
-    if isinstance(error, HTTPException):
-        return Refusal(error.status_code, str(error.detail))
-    if isinstance(error, TimeoutError):
-        return Refusal(504, "the answer took longer than a request may take here; ask for fewer tokens")
-    if isinstance(error, RequestError):
-        return Refusal(400, str(error))
-    if isinstance(error, JobFailed):
-        return Refusal(503, str(error), retry_after=RETRY_SECONDS)
-    return None
-
-
-def error_response(refusal: Refusal) -> JSONResponse:
-    """Return the HTTP response for a refusal."""
-    headers = {}
-    if refusal.retry_after is not None:
-        headers["Retry-After"] = str(max(math.ceil(refusal.retry_after), 1))
-    if refusal.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers=headers)
-
-
-def _refusal_of_invalid(error: RequestValidationError) -> Refusal:
-    """Return the first problem of a body, without the values that the client sent.
-
-    For a field with several types, prefer a problem that is not about the type."""
-    problems = error.errors()
-    value_problems = [problem for problem in problems if not problem["type"].endswith(("_type", "_parsing"))]
-    problem = (value_problems or problems)[0]
-    path = [str(key) for key in problem["loc"] if key != "body"]
-    field = ".".join(path).encode(errors="backslashreplace").decode()
-    if problem["type"] == "extra_forbidden":
-        return Refusal(400, f"{field} is not possible here; leave it out", field)
-    if problem["type"] == "json_invalid":
-        return Refusal(400, "the body is not JSON")
-    return Refusal(400, f"{field or 'the body'}: {problem['msg']}", field or None)

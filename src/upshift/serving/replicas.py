@@ -10,8 +10,20 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
+from upshift.errors import UpshiftError
 from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, TokenizedPrompt, Vectors
-from upshift.serving.messages import Detokenize, Embed, EngineRequest, Generate, Heartbeat, Piece, Ready, Tokenize
+from upshift.serving.messages import (
+    Detokenize,
+    Embed,
+    EngineRequest,
+    Generate,
+    Heartbeat,
+    LoadAdapter,
+    Piece,
+    Ready,
+    Tokenize,
+    UnloadAdapter,
+)
 
 ROUTING_LENGTH = 256  # characters, or tokens, of a prompt's beginning that decide where it goes
 BUSY = 429
@@ -125,6 +137,20 @@ class ReplicaSet:
     async def text(self, request: Detokenize) -> str:
         """Return the text of token ids, as ``EngineProcess.text`` does."""
         return await self._rank_engines("")[0].text(request)
+
+    async def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> None:
+        """Load or unload an adapter in all engines, as ``EngineProcess.change_adapters`` does.
+
+        If one engine rejects an adapter, all engines are without it."""
+        try:
+            for engine in self.engines:
+                await engine.change_adapters(order)
+        except UpshiftError:
+            if isinstance(order, LoadAdapter):
+                for engine in self.engines:
+                    if order.name in engine.request.adapters:
+                        await engine.change_adapters(UnloadAdapter(name=order.name))
+            raise
 
     def _rank_engines(self, prompt: str) -> list[EngineProcess]:
         """Return the engines in the order in which they are offered a request.

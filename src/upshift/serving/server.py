@@ -16,7 +16,9 @@ from pathlib import Path
 import uvicorn
 
 from upshift.errors import RequestError
-from upshift.inference.weights import weights_size
+from upshift.inference.generation.prompts import check_prompts
+from upshift.inference.weights import find_weights, weights_size
+from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.guard import Limits
@@ -66,8 +68,10 @@ def serve(
         on_ready: receives the name and the report of each engine that has started.
         on_open: receives the URL when the server accepts requests.
     """
-    _check_certificate(address)  # report these two before a race that takes minutes
+    _check_certificate(address)  # report what is wrong before a race that takes minutes
     listener = _listen(address)
+    for request in requests.values():
+        _check_request(request)
     metrics = Metrics()
     engines = {name: ReplicaSet(request, replicas) for name, request in requests.items()}
     sizes: dict[str, int] = {}
@@ -87,8 +91,20 @@ def serve(
         ws="none",
         server_header=False,
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
+    runner = asyncio.Runner(loop_factory=config.get_loop_factory())  # uvloop, where it is installed
+    with runner, holding(limits.batch_folder):
         runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
+
+
+@contextmanager
+def holding(folder: Path | None) -> Iterator[None]:
+    """Hold a folder of batches while open. Raise RequestError if another server holds it."""
+    lock = None if folder is None else OutputLock(folder, folder / LOCK_NAME)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 async def _run_server(
@@ -135,6 +151,14 @@ def _min_engine_bytes(request: EngineRequest) -> int:
     may become 8-bit weights."""
     divisor = 1 if request.quality == "exact" else 4
     return weights_size(find_model(request.model)) // divisor
+
+
+def _check_request(request: EngineRequest) -> None:
+    """Raise RequestError if the model of an engine, or its file of expected prompts, cannot be found. Download no weights."""
+    if request.prompts is not None:
+        check_prompts(Path(request.prompts), "--prompts")
+    find = find_weights if Path(request.model).exists() else find_model
+    find(request.model)
 
 
 @contextmanager

@@ -28,9 +28,14 @@ SCHEMAS: list[Any] = [
     {"anyOf": [{"maxItems": 10**9}] * 50}, {"type": "integer", "minimum": 5, "maximum": 1},
 ]  # fmt: skip
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/v1/x", "/health",
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize", "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/x",
+    "/health",
 )  # fmt: skip
-EXPECTED = {200, 400, 404, 405, 413}
+TYPES = (
+    "application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", "application/xml",
+)  # fmt: skip
+EXPECTED = {200, 400, 403, 404, 405, 413}
 LARGEST = 100_000  # bytes, as the server is started
 SETTLED = 1000  # requests after which it has loaded what it needs
 
@@ -45,7 +50,7 @@ def broken(server: Running, chance: random.Random, count: int) -> list[int]:
                 leave(server, chance)
                 continue
             body = spoiled(kind, chance)
-            answer = client.post(chance.choice(PATHS), content=body, headers={"content-type": "application/json"})
+            answer = client.post(chance.choice(PATHS), content=body, headers={"content-type": chance.choice(TYPES)})
             found.append(answer.status_code)
     return found
 
@@ -136,6 +141,7 @@ def main() -> None:
         (folder / "keys").write_text("first\nsecond\n")
         limits = ("--port", "0", "--concurrency", "4", "--max-body-mb", str(LARGEST / 1e6))
         asked = ("tiny", "enc", "--api-key-file", str(folder / "keys"), "--engine", "torch", *limits)
+        asked += ("--batch-folder", str(folder / "batches"), "--adapter-folder", str(folder))
         with serving(folder, folder / "log", *asked) as server:
             print(json.dumps(many(server, options.count, options.seed)))
 

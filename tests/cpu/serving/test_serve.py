@@ -7,9 +7,7 @@ import os
 import queue
 import random
 import re
-import shutil
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -63,6 +61,42 @@ def mean_of_tokens(models: Path, text: str) -> np.ndarray:
     with torch.no_grad():
         found: np.ndarray = BertModel.from_pretrained(models / "enc").eval()(**tokens).last_hidden_state[0].mean(0).numpy()
     return found
+
+
+def test_messages_tell_what_ended_them(server: Running, models: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models / "tiny")
+    chat = [{"role": "user", "content": "fox"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    text = greedy(models, ids, 12)
+    stop = text[4:6]
+    body = {"model": "tiny", "messages": chat, "max_tokens": 12, "temperature": 0}
+    endings = {}
+    for name, more in {"whole": {}, "stopped": {"stop_sequences": [stop, "never"]}}.items():
+        answer = server.post("/v1/messages", body | more, headers={"x-api-key": "second"}).json()
+        endings[name] = (answer["content"][0]["text"], answer["stop_reason"], answer["stop_sequence"])
+    assert endings["whole"] == (text, "max_tokens", None)
+    assert endings["stopped"] == (text[: text.index(stop)], "stop_sequence", stop)
+    counted = server.post("/v1/messages/count_tokens", {"model": "tiny", "messages": chat}).json()
+    assert counted == {"input_tokens": len(ids)} and answer["usage"]["input_tokens"] == len(ids)
+
+
+def test_anthropics_client(server: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
+    client = anthropic.Anthropic(base_url=server.url, api_key="second", max_retries=0)
+    asked = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "fox"}], "extra_body": {"temperature": 0}}
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(**asked)
+    assert whole.content[0].text == streamed.content[0].text and whole.usage.output_tokens == 8
+    assert (whole.stop_reason, streamed.stop_reason) == ("max_tokens", "max_tokens")
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+        client.with_options(api_key="wrong").messages.create(**asked)
+    with pytest.raises(anthropic.NotFoundError, match="ask for one of tiny, enc"):
+        client.messages.create(**asked | {"model": "other"})
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**asked | {"max_tokens": 300})
+    with pytest.raises(anthropic.BadRequestError, match="answers at /v1/embeddings"):
+        client.messages.create(**asked | {"model": "enc"})
 
 
 def test_openais_client(server: Running, models: Path) -> None:
@@ -471,54 +505,6 @@ def test_more_than_it_holds(server: Running) -> None:
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429} and statuses.count(200) >= 5
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
-
-
-LIMITS = ("--max-ttft-ms", "--max-tpot-ms", "--total-memory", "--max-body-mb", "--request-seconds", "--race-seconds")
-
-
-def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        answer = upshift("serve", models / "tiny", "--port", port)
-        assert answer.code == 2 and f"cannot listen on 127.0.0.1:{port}" in answer.err and "--port" in answer.err
-    large = tmp_path / "large"
-    shutil.copytree(models / "tiny", large)
-    with (large / "model.safetensors").open("r+b") as file:
-        file.truncate(2**28)  # a hole
-    for arguments, words in (
-        ((tmp_path / "none", "--port", 0), "none"),
-        ((models / "tiny", large, "--port", 0, "--total-memory", 0.2), "large takes 256 MiB of memory or more"),
-        ((models / "tiny", "--port", 0, "--host", "192.0.2.1"), "choose another --host"),
-        ((models / "tiny", "--port", 0, "--host", "no.such.host"), "choose another --host"),
-        *(((models / "tiny", option, "inf"), f"{option} inf is not a number") for option in LIMITS),
-        *(((models / "tiny", option, "nan"), option) for option in LIMITS),
-        (("a=x", "a=y"), "two models are called 'a'"),
-        ((models / "tiny", "--api-key-file", tmp_path / "none"), "give a file with a key a line"),
-        ((models / "tiny", "--prompts", tmp_path / "none.txt"), "--prompts"),
-        ((models / "tiny", "--port", 0, "--engine", "none"), "'none'"),
-    ):
-        answer = upshift("serve", *arguments)
-        assert answer.code == 2 and words in answer.err, answer.err
-        assert "Traceback" not in answer.err
-
-
-def test_names_of_models(upshift: Command, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory is itself, whatever its path looks like."""
-    found: dict[str, str] = {}
-
-    def served(requests: dict[str, Any], *_: Any, **__: Any) -> None:
-        found.update({name: one.model for name, one in requests.items()})
-
-    monkeypatch.setattr(door, "serve", served)
-    monkeypatch.chdir(models)
-    (models / "runs" / "lr=0.001").mkdir(parents=True)
-    for said, name, model in (
-        ("runs/lr=0.001", "lr=0.001", "runs/lr=0.001"), (".", models.name, "."), ("tiny/", "tiny", "tiny/"),
-        ("a=tiny", "a", "tiny"), ("org/model", "org/model", "org/model"),
-    ):  # fmt: skip
-        found.clear()
-        assert upshift("serve", said).code == 0 and found == {name: model}
-    assert upshift("serve", "=tiny").code == 2 and upshift("serve", "").code == 2
 
 
 class Opened(Exception):

@@ -112,6 +112,15 @@ def test_an_answer_can_be_sent_back() -> None:
     assert contents == [["x", "yes", "y"], ["x", "yes", "y", ""]]
 
 
+def test_a_picture_is_refused_by_name() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]}
+    answer = called("POST", "/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages.0.content.1.type"
+    assert error["message"].startswith("messages.0.content.1.type is a picture, and the models here read texts only")
+
+
 def test_addresses_that_clients_look_at() -> None:
     assert called("GET", "/v1/models/m").json() == {"id": "m", "object": "model", "created": 0, "owned_by": "upshift"}
     assert called("GET", "/v1/models/a/b").json()["id"] == "a/b"

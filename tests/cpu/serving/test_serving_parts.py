@@ -275,6 +275,8 @@ def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], size
         if not tokens:
             break
     assert shown == expected
+    first_stops = [stop for stop in stops if text.startswith(stop, len(expected))]
+    assert stream.stop_string in (first_stops or [None])
 
 
 class Asleep:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
@@ -26,6 +26,7 @@ from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
     END_TOKENS,
     ReasoningForm,
@@ -44,15 +45,23 @@ from upshift.serving.messages import (
     Cancel,
     ContextTooLong,
     Detokenize,
+    Done,
+    Embed,
     EngineRequest,
     Generate,
     Heartbeat,
+    LoadAdapter,
     Ready,
     Refused,
+    Request,
     TemplateOptions,
     Tokenize,
+    UnloadAdapter,
 )
 from upshift.value import Value
+
+if TYPE_CHECKING:
+    from upshift.serving.engine.adapters import AdapterDecoder  # imports peft, which may be missing
 
 FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 HEARTBEAT_SECONDS = 1.0
@@ -113,7 +122,7 @@ class GenerationWorker:
         self.generator = Generator(
             request.model,
             quality=request.quality,
-            engine=request.engine,
+            engine="torch" if request.takes_adapters else request.engine,
             max_ttft_ms=request.max_ttft_ms,
             max_tpot_ms=request.max_tpot_ms,
             max_memory=memory,
@@ -128,6 +137,8 @@ class GenerationWorker:
             defaults=EXPECTED_TOKENS,
             options=("--prompt-length", "--output-length"),
         )
+        self._adapters: AdapterDecoder | None = None
+        self._check_adapters()
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
@@ -142,17 +153,20 @@ class GenerationWorker:
         prompts = self._expected_prompts()
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
+        decoder = self._load_adapters(race) if self.request.takes_adapters else self.generator.decoder
         self.seconds["racing and loading"] = time.perf_counter() - start
         cache_tokens = self._cache_tokens()
         rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
         self.scheduler = Scheduler(
-            self.generator.decoder,
+            decoder,
             rows,
             cache_tokens,
             TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )
+        if self._adapters is not None:
+            self.scheduler.assign_adapters = self._adapters.assign
         times = measure_passes(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
         output_length = self.output_length
@@ -179,6 +193,33 @@ class GenerationWorker:
             tpot_ms=1e3 * times.step,
         )
 
+    def _check_adapters(self) -> None:
+        """Raise RequestError for adapters that cannot be computed, before a race that takes minutes."""
+        if not self.request.takes_adapters:
+            return
+        source = self.generator.source
+        if self.generator.task != "generate":
+            raise RequestError(
+                f"{source.reference!r} is an encoder-decoder, and adapters are computed beside causal language models only; "
+                "merge the adapter into it (upshift merge)"
+            )
+        from upshift.serving.engine.adapters import check_fits
+
+        for folder in self.request.adapters.values():
+            check_fits(source, Path(folder))
+
+    def _load_adapters(self, race: Race) -> AdapterDecoder:
+        """Return the engine with all adapters of the request."""
+        from upshift.serving.engine.adapters import AdapterDecoder
+
+        decoder: Any = self.generator.decoder
+        if race.divided is not None:
+            raise RequestError(f"adapters are computed beside models in memory only ({race.divided}); give more memory")
+        self._adapters = AdapterDecoder(decoder, self.generator.source)
+        for name, folder in self.request.adapters.items():
+            self._adapters.load(name, Path(folder))
+        return self._adapters
+
     def _predict_capacity(self, race: Race) -> float | None:
         """Return the requests per second that follow from the race's times, or None without such times."""
         chosen_run = next((run for run in race.runs if run.setup == race.chosen), None)
@@ -193,12 +234,27 @@ class GenerationWorker:
             return cache_tokens // self.request.replicas
         return cache_tokens
 
-    def answer(self, message: Generate | Tokenize | Detokenize | Cancel) -> list[Value]:
-        """Take a message. Return what can be answered at once: tokens, or a refusal."""
+    def answer(self, message: Request | Cancel) -> list[Value]:
+        """Take a message. Return what can be answered at once: tokens, a carried-out order, or a refusal."""
+        if isinstance(message, LoadAdapter | UnloadAdapter):
+            return [self._change_adapters(message)]
+        assert not isinstance(message, Embed), "the server sends them to encoders"
         if isinstance(message, Tokenize | Detokenize):
             return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
         refused = self.take(message)
         return [] if refused is None else [refused]
+
+    def _change_adapters(self, order: LoadAdapter | UnloadAdapter) -> Done | Refused:
+        try:
+            if self._adapters is None:
+                raise RequestError("this server takes no adapters; start it with --adapter-folder")
+            if isinstance(order, LoadAdapter):
+                self._adapters.load(order.name, Path(order.folder))
+            else:
+                self._adapters.unload(order.name)
+        except Exception as error:  # from the files of the adapter
+            return Refused.from_error(order.id, error)
+        return Done(id=order.id)
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         chat: Any = request.prompt
@@ -212,11 +268,13 @@ class GenerationWorker:
             return None
         try:
             sequence = self._make_sequence(message)
+            adapter = self._find_adapter(message.adapter)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
         is_conversation = _is_chat(message.prompt)
         ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
         ticket.prompt_top = message.prompt_top
+        ticket.adapter = adapter
         refused = self.scheduler.add(ticket)
         if refused is None:
             calls = self._open_calls(message)
@@ -229,6 +287,14 @@ class GenerationWorker:
             token_bytes = self._grammars.token_bytes
             self._open_requests[message.id] = OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids)
         return refused
+
+    def _find_adapter(self, name: str | None) -> str | None:
+        """Return the key of an adapter. Raise RequestError for an unknown name."""
+        if name is None:
+            return None
+        if self._adapters is None:
+            raise RequestError(f"the adapter {name!r} is not loaded; ask for the model alone")
+        return self._adapters.key_of(name)
 
     @cached_property
     def _reasoning_form(self) -> ReasoningForm | None:
@@ -266,6 +332,8 @@ class GenerationWorker:
             )
             if ticket.sequence.ending is not None:
                 del self._open_requests[ticket.id]
+        if self._adapters is not None:
+            self._adapters.remove_unused(ticket.adapter for ticket in (*self.scheduler.live, *self.scheduler.waiting))
         return new_tokens
 
     def take_failures(self) -> list[Refused]:
@@ -352,10 +420,15 @@ class GenerationWorker:
         form = self._reasoning_form
         variables = self._tools.read_variables(template, reasons=form is not None)
         messages = template_reasoning(chat, form)
-        uses_tools = any(set(message) - {"role", "content"} for message in messages)
-        if tools is None and not uses_tools and not variables and not is_answered:
-            return self.generator.prompts.tokenize([messages])[0]
-        return self._tools.tokenize(messages, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+        tokenizer = self.generator.prompts.tokenizer
+
+        def read(chat: list[dict[str, Any]]) -> list[int]:
+            uses_tools = any(set(message) - {"role", "content"} for message in chat)
+            if tools is None and not uses_tools and not variables and not is_answered:
+                return self.generator.prompts.tokenize([chat])[0]
+            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+
+        return read(messages) if self.request.allow_special else read_as_text(messages, tokenizer, read)
 
     def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
         """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""

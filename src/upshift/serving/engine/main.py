@@ -79,6 +79,11 @@ def _select_engine(source: Any, request: EngineRequest) -> Any:
             raise RequestError(
                 f"--set gives {shown} to models that generate, and {source.reference!r} encodes texts; leave it out"
             )
+        if request.adapters:
+            raise RequestError(
+                f"--adapter {next(iter(request.adapters))} needs a model that generates, and {source.reference!r} encodes "
+                "texts; merge it into the model (upshift merge)"
+            )
         if request.generation_options:
             shown = " and ".join(request.generation_options)
             raise RequestError(f"only models that generate take {shown}, and {source.reference!r} encodes texts; leave this out")

@@ -85,6 +85,7 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
         scores=scores,
         prompt_scores=prompt_scores,
         ending=ending,
+        stop_string=request.stream.stop_string if ending == "stop" else None,
     )
 
 
@@ -128,7 +129,8 @@ def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> T
 class TextStream:
     """The text of one answer, up to the first stop string.
 
-    ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come."""
+    ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come.
+    ``stop_string`` is the stop string that has ended the text, or None."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode = decode
@@ -137,11 +139,11 @@ class TextStream:
         self._decoded = 0  # tokens whose text is complete
         self._context_start = 0  # the tokens from here on are decoded together with the next ones
         self._held_back = ""
-        self._is_stopped = False
+        self.stop_string: str | None = None
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
-        if self._is_stopped:
+        if self.stop_string is not None:
             return ""
         self._tokens += tokens
         old_text = self._decode(self._tokens[self._context_start : self._decoded])
@@ -150,10 +152,10 @@ class TextStream:
             self._held_back += text[len(old_text) :]
             self._context_start = self._decoded
             self._decoded = len(self._tokens)
-        stop_offsets = [offset for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
-        if stop_offsets:
-            self._is_stopped = True
-            return self._held_back[: min(stop_offsets)]
+        found_stops = [(offset, stop) for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
+        if found_stops:
+            offset, self.stop_string = min(found_stops)
+            return self._held_back[:offset]
         held_length = 0
         if not last:
             held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)

@@ -37,6 +37,7 @@ class Ticket:
     ``cached_tokens``: tokens of the prompt that are taken from the prompt cache.
     ``is_cached_later``: the prompt and its answer go into the prompt cache when the answer ends.
     ``prompt_top``: as ``top``, for the tokens of the prompt.
+    ``adapter``: the key of the adapter that computes the request, or None.
     ``logprob``: the log-probability of the last token, or of the last token of the prompt while the prompt is scored."""
 
     id: int
@@ -45,6 +46,7 @@ class Ticket:
     is_conversation: bool = False
     top: int | None = None
     prompt_top: int | None = None
+    adapter: str | None = None
     expected_seconds: float = 0.0
     cached_tokens: int = 0
     is_cached_later: bool = False
@@ -76,6 +78,7 @@ class Scheduler:
     ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
     ``max_ttft``: promised seconds to the first token.
     ``chunk_tokens``: maximum tokens of prompts in a pass that also computes the next tokens of other sequences.
+    ``assign_adapters``: receives the adapters of the rows that the next ``admit`` of the engine adds.
     ``failed``: requests for which no token could be chosen, until the caller takes them out."""
 
     decoder: Decoder
@@ -86,6 +89,7 @@ class Scheduler:
     max_waiting: int = 256
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
     clock: Callable[[], float] = time.perf_counter
+    assign_adapters: Callable[[Sequence[str | None]], None] = lambda adapters: None
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
     failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
@@ -178,7 +182,7 @@ class Scheduler:
         self.estimator.record_answer(len(sequence.tokens))
         if ticket.is_cached_later:
             prefix = self.decoder.prefix_of_row(self.live.index(ticket))
-            self._prompt_cache.add(sequence.prompt + sequence.tokens, prefix)
+            self._prompt_cache.add(sequence.prompt + sequence.tokens, prefix, ticket.adapter)
 
     def _choose_tokens(self, tickets: list[Ticket], logits: np.ndarray) -> list[tuple[Ticket, int]]:
         """Choose the next token of each request from logits [N, V], and add it to the sequence.
@@ -227,6 +231,7 @@ class Scheduler:
             prompts = [
                 [ticket.sequence.take_input()] if ticket.sequence.scores_prompt else ticket.sequence.prompt for ticket in tickets
             ]
+            self.assign_adapters([ticket.adapter for ticket in tickets])
             logits = self.decoder.admit(prompts, *([prefix] if prefix else []))
         else:
             tickets = earlier
@@ -264,7 +269,7 @@ class Scheduler:
             if not (fits_cache and fits_pass):
                 break
             token_budget -= ticket.uncached_tokens
-            is_repeated = self._prompt_cache.is_repeated(ticket.sequence.prompt, ticket.cached_tokens)
+            is_repeated = self._prompt_cache.is_repeated(ticket.sequence.prompt, ticket.cached_tokens, ticket.adapter)
             ticket.is_cached_later = (
                 self.decoder.joins and not ticket.sequence.scores_prompt and (ticket.is_conversation or is_repeated)
             )
@@ -275,7 +280,7 @@ class Scheduler:
         """Return the cached beginning of a request's prompt. A prompt that is scored has none, as its logits are not cached."""
         if not self.decoder.joins or ticket.sequence.scores_prompt:
             return None
-        return self._prompt_cache.find(ticket.sequence.prompt)
+        return self._prompt_cache.find(ticket.sequence.prompt, ticket.adapter)
 
     def _keep_live(self, tickets: list[Ticket]) -> None:
         """Keep only these requests in the engine's rows."""
@@ -381,10 +386,11 @@ RECENT_PROMPTS = 64  # that a new prompt is compared with
 
 
 class CachedPrompt(NamedTuple):
-    """A prompt whose keys and values are cached."""
+    """A prompt whose keys and values are cached, as computed with an adapter or without one."""
 
     tokens: np.ndarray  # [T]
     prefix: Prefix
+    adapter: str | None
 
 
 class PromptCache:
@@ -395,15 +401,15 @@ class PromptCache:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._prompts: list[CachedPrompt] = []  # the most recently used prompt is the last
-        self._recent: deque[np.ndarray] = deque(maxlen=RECENT_PROMPTS)
+        self._recent: deque[tuple[np.ndarray, str | None]] = deque(maxlen=RECENT_PROMPTS)
 
-    def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """Return the longest cached beginning of the prompt, or None.
+    def find(self, prompt: Sequence[int], adapter: str | None = None) -> Prefix | None:
+        """Return the longest cached beginning of the prompt with this adapter, or None.
 
         The last token of the prompt is never part of it, because the engine computes the first logits from that
         token."""
         ids = np.asarray(prompt)
-        lengths = [_shared_length(cached.tokens, ids[:-1]) for cached in self._prompts]
+        lengths = [_shared_length(cached.tokens, ids[:-1]) if cached.adapter == adapter else 0 for cached in self._prompts]
         longest = max(lengths, default=0)
         if longest < MIN_PREFIX_TOKENS:
             return None
@@ -411,22 +417,27 @@ class PromptCache:
         self._prompts.append(cached)
         return cached.prefix._replace(length=longest)
 
-    def is_repeated(self, prompt: Sequence[int], cached_tokens: int) -> bool:
+    def is_repeated(self, prompt: Sequence[int], cached_tokens: int, adapter: str | None = None) -> bool:
         """Return whether a recent prompt shares a longer beginning with this prompt than the cached one.
 
         The prompt counts as recent from then on."""
         ids = np.asarray(prompt)
-        longest = max((_shared_length(recent, ids) for recent in self._recent), default=0)
-        self._recent.append(ids)
+        lengths = [_shared_length(recent, ids) for recent, other_adapter in self._recent if other_adapter == adapter]
+        longest = max(lengths, default=0)
+        self._recent.append((ids, adapter))
         return longest >= cached_tokens + MIN_PREFIX_TOKENS
 
-    def add(self, tokens: Sequence[int], prefix: Prefix) -> None:
+    def add(self, tokens: Sequence[int], prefix: Prefix, adapter: str | None = None) -> None:
         """Add a prompt. Drop the prompts that it contains, and old prompts if there are too many tokens."""
         ids = np.asarray(tokens)[: prefix.length]
         if len(ids) > self._max_tokens:
             return
-        self._prompts = [cached for cached in self._prompts if _shared_length(cached.tokens, ids) < len(cached.tokens)]
-        self._prompts.append(CachedPrompt(ids, prefix))
+        self._prompts = [
+            cached
+            for cached in self._prompts
+            if cached.adapter != adapter or _shared_length(cached.tokens, ids) < len(cached.tokens)
+        ]
+        self._prompts.append(CachedPrompt(ids, prefix, adapter))
         token_count = 0
         for index in reversed(range(len(self._prompts))):
             token_count += len(self._prompts[index].tokens)

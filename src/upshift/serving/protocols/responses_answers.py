@@ -9,8 +9,8 @@ from typing import Any
 
 from upshift.serving.messages import Piece, ToolCall
 from upshift.serving.openai_requests import ChatRequest, Usage
-from upshift.serving.openai_responses import Refusal
 from upshift.serving.protocols.responses_requests import ResponsesRequest
+from upshift.serving.refusals import Refusal
 
 KINDS = {"reasoning": "reasoning_text", "message": "output_text"}  # of an item: the type of its part
 ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
@@ -31,7 +31,7 @@ class ResponseAnswer:
         self._is_open = False  # whether the last item goes on
         self._status = "in_progress"
 
-    def start(self) -> bytes:
+    def start(self, first: Piece) -> bytes:
         return self._event("response.created", response=self.body(None)) + self._event(
             "response.in_progress", response=self.body(None)
         )

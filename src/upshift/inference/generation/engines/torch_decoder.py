@@ -36,6 +36,7 @@ class TorchDecoder(NoMixing):
         self._border = stable_positions_in(self.model.config.get_text_config(decoder=True))
         self.padding = Padding()
         self.cache = full_cache()
+        self.pass_arguments: dict[str, Any] = {}  # further arguments of the model in each pass, such as the rows' adapters
 
     def load(self, build: DecoderBuild) -> Any:
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
@@ -117,7 +118,9 @@ class TorchDecoder(NoMixing):
         """Return the logits of the last tokens of each row, [R, last, V]."""
         arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": last}
         accepted = {name: value for name, value in arguments.items() if name in self._parameters}
-        logits: torch.Tensor = self.model(**accepted, **{self._cache_argument: cache}, use_cache=True).logits
+        logits: torch.Tensor = self.model(
+            **accepted, **{self._cache_argument: cache}, use_cache=True, **self.pass_arguments
+        ).logits
         return logits[:, -last:]
 
     @staticmethod
