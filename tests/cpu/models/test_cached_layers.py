@@ -15,8 +15,8 @@ from command import Command
 from upshift.inference.generation.model import cache_bytes, full_cache
 from upshift.models.kv_cache import NAMES, returned_cache, with_cache
 from upshift.models.profile import ModelProfile
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 SMALL: dict[str, Any] = {

@@ -29,7 +29,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from upshift.errors import RequestError
-from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.build import (
     build_model,
     choose_class,
@@ -51,6 +50,7 @@ from upshift.models.kv_cache import NAMES, with_cache
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
+from upshift.models.tasks import FEATURES
 
 FIRST_LENGTH = 11  # tokens; longer than SHORT_WINDOW, and no round number
 SECOND_LENGTH = 21
@@ -124,8 +124,8 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     Raise RequestError for a config that transformers cannot read."""
     config = source.hf_config
     if states:
-        class_name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
-        model_class = getattr(transformers, class_name, None) if isinstance(class_name, str) else None
+        class_names = FEATURES.classes_of(config.model_type)
+        model_class = getattr(transformers, class_names[0], None) if len(class_names) == 1 else None
         if model_class is None:  # transformers has none for this model_type, or several
             try:
                 model_class = encoder_class(config, source.reference)
