@@ -69,7 +69,7 @@ LEGEND = """Find your `model_type` (it is in config.json). The table says what w
 
 If a model draws random numbers in training, such as the noise of a router, both are compared without them.
 """
-KINDS = "causal,masked,seq2seq"
+KINDS = "causal,masked,seq2seq,image-text"
 SUITE = "--sample 6 --again"
 QUICK = "gpt2,bert"
 SECONDS_OF_A_CELL = 300  # of a processor: on a busy machine the clock says nothing of the cell

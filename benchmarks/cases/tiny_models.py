@@ -12,23 +12,26 @@ from transformers.models.auto import modeling_auto
 
 LENGTH = 16
 START = 2  # of a decoder's text
+VOCABULARY = 96
 SIZES = {
     32: "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim d_embed lru_width "
-        "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim",
+        "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim out_hidden_size projection_dim "
+        "text_hidden_size adapter_in_dim encoder_hidden_size output_dim qformer_hidden_size vision_hidden_size",
     48: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim ffn_hidden_size "
-        "shared_intermediate_size",
+        "shared_intermediate_size mlp_dim projector_hidden_size projector_intermediate_size",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
-        "num_decoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads num_kv_heads n_kv_heads depth",
+        "num_decoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads num_kv_heads n_kv_heads depth "
+        "spatial_merge_size temporal_patch_size attn_layer_period",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
         "num_local_experts n_routed_experts linear_num_key_heads linear_num_value_heads",
     8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim linear_key_head_dim "
         "linear_value_head_dim patch_size",
     16: "moe_intermediate_size q_lora_rank kv_lora_rank shared_expert_intermediate_size vocab_size_per_layer_input "
         "hidden_size_per_layer_input expert_ffn_hidden_size",
-    96: "vocab_size",
+    VOCABULARY: "vocab_size",
     64: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions "
         "max_sequence_length context_length",
-    1: "n_shared_experts first_k_dense_replace n_group topk_group",
+    1: "n_shared_experts first_k_dense_replace n_group topk_group attn_layer_offset",
     0: "pad_token_id",
 }  # fmt: skip
 KINDS = {
@@ -57,10 +60,10 @@ MOST_LAYERS = 6
 MOST_PARAMETERS = 20e6
 
 
-def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
+def tiny_config(config_class: Any, otherwise: dict[str, int | None], default: Any = None) -> Any:
     """Return the class's default config with small sizes, parts of it likewise. A list of a kind for each layer is cut where it
-    has had every kind."""
-    default = config_class()
+    has had every kind. ``default``: the config to make small, if it is not the class's default."""
+    default = config_class() if default is None else default
     sizes = {name: size for size, names in SIZES.items() for name in names.split()}
     asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(_value(default, name), int)}
     for name, size in STAGES.items():
@@ -69,18 +72,33 @@ def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
     for name in ("bos_token_id", "eos_token_id"):
         if isinstance(_value(default, name), int | list):
             asked[name] = 1
-    asked |= {name: 32 for name in ("image_size",) if isinstance(_value(default, name), int)}
-    asked |= _layers(default)
+    fields = default.to_dict()
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        asked["rope_parameters"] = rope | {"mrope_section": [2, 1, 1]}  # of a head's 8 dimensions
+    asked |= _placeholders(fields) | {name: 32 for name in ("image_size",) if isinstance(_value(default, name), int)}
+    asked |= _layers(default) | {"attn_layer_indices": [1] for name in ("attn_layer_indices",) if name in fields}
     if hasattr(default, "use_cache"):
         asked["use_cache"] = False
-    fields = default.to_dict()
     asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in fields}
     if default.is_encoder_decoder:
         asked["decoder_start_token_id"] = _start(default)
-    for name, part in default.sub_configs.items():
-        if isinstance(_value(default, name), transformers.PretrainedConfig) and part in transformers.CONFIG_MAPPING.values():
-            asked[name] = tiny_config(type(_value(default, name)), otherwise).to_dict()
+    for name in default.sub_configs:
+        part = _value(default, name)
+        if isinstance(part, transformers.PretrainedConfig) and type(part) in transformers.CONFIG_MAPPING.values():
+            asked[name] = tiny_config(type(part), otherwise, part).to_dict()
+        elif isinstance(part, transformers.PretrainedConfig):
+            asked[name] = tiny_config(type(part), otherwise, part)
     return config_class(**asked)
+
+
+def _placeholders(fields: dict[str, Any]) -> dict[str, int]:
+    """Return ids within the vocabulary for the tokens that stand for images and sound. No prompt of a test has them."""
+    names = [
+        name for name, value in fields.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY
+    ]  # fmt: skip
+    return {name: VOCABULARY - 1 - number for number, name in enumerate(names)}
 
 
 def _start(default: Any) -> int:
@@ -93,6 +111,9 @@ def _layers(default: Any) -> dict[str, Any]:
     depth = next((count for name in DEPTHS if isinstance(count := _value(default, name), int)), 0)
     lists = {name: value for name, value in vars(default).items() if isinstance(value, list) and len(value) == depth > 2}
     kinds = {name: value for name, value in lists.items() if all(isinstance(kind, str) for kind in value)}
+    if all(set(value) == {"linear_attention"} for value in kinds.values()) and "layer_types" in kinds:
+        lists["layer_types"] = kinds["layer_types"] = ["linear_attention", "full_attention", *kinds["layer_types"][2:]]
+    kinds |= {"layer_types": value} if (value := _value(default, "layer_types")) and not kinds else {}
     if not kinds:
         return {}
     needed = max(max(value.index(kind) for kind in dict.fromkeys(value)) + 1 for value in kinds.values())

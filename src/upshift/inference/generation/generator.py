@@ -119,7 +119,7 @@ class Generator:
         self._engine = check_requested_engine(self.task, self.source, engine, self.host, self._environment)
         if self._environment is not None:
             check_arguments(self._environment.arguments, self.source, self.host)
-        self.start = start_token(self.source) if self.task == "seq2seq" else None
+        self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
         self._defaults = read_defaults(self.source)
@@ -341,7 +341,7 @@ class Generator:
     @cached_property
     def _pads_safely(self) -> bool:
         """Return whether prompts of different lengths may share a batch."""
-        return pads_safely(self.source, self.task)
+        return pads_safely(self.source)
 
     @cached_property
     def _token_bytes(self) -> int | None:

@@ -28,16 +28,17 @@ class Decoder(Protocol):
     """An engine that generates. Its rows are the sequences that are being generated, in the order of their admission."""
 
     weight_bytes: int  # read in every step
-    joins: bool  # rows can be admitted beside others, and can start from a prefix
+    joins: bool  # rows can be admitted beside others
+    prefixes: bool  # rows can start from a prefix, in an engine that joins
     extends: bool  # a row can take several tokens in one pass, and can drop its last tokens
     mixes: bool  # one pass can compute prompts, or parts of them, and the next tokens of other rows
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        """Compute a prefix apart from the rows, in an engine that joins."""
+        """Compute a prefix apart from the rows, in an engine with prefixes."""
         ...
 
     def prefix_of_row(self, row: int) -> Prefix:
-        """Return a row's keys and values so far, in an engine that joins. They do not include the token that the next
+        """Return a row's keys and values so far, in an engine with prefixes. They do not include the token that the next
         ``step`` takes."""
         ...
 
@@ -79,6 +80,7 @@ class Decoder(Protocol):
 class NoMixing:
     """A base class of engines that do not mix."""
 
+    prefixes = True
     mixes = False
 
     def join(self, prefix: Prefix | None = None) -> None:
