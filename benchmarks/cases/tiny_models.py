@@ -50,20 +50,36 @@ def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
             yield kind, model_type, found if isinstance(found, str) else found[0]
 
 
-OTHERWISE: tuple[dict[str, int | None], ...] = (  # None: as it is
+OTHERWISE: tuple[dict[str, Any], ...] = (  # None: as it is
     {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"head_dim": 8, "num_experts_per_tok": 1},
     {"mamba_n_heads": 8, "mamba_d_head": 8}, {"num_heads": 8, "head_dim": 8}, {"patch_size": 4, "image_size": 64},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}},  # of 8 dimensions of a head
 )  # fmt: skip
 STAGES = {"hidden_sizes": 16, "embed_dims": 16, "depths": 1, "num_heads": 2, "num_attention_heads": 2}  # of as many as there are
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-MOST_LAYERS = 6
+MOST_LAYERS = 7
 MOST_PARAMETERS = 20e6
 
 
-def tiny_config(config_class: Any, otherwise: dict[str, int | None], default: Any = None) -> Any:
+def tiny_config(config_class: Any, otherwise: dict[str, Any], default: Any = None) -> Any:
     """Return the class's default config with small sizes, parts of it likewise. A list of a kind for each layer is cut where it
     has had every kind. ``default``: the config to make small, if it is not the class's default."""
     default = config_class() if default is None else default
+    fields = default.to_dict()
+    asked = {name: size for name, size in (_small_fields(default, fields) | otherwise).items() if size is not None}
+    asked = {name: size for name, size in asked.items() if name in fields}
+    if default.is_encoder_decoder:
+        asked["decoder_start_token_id"] = _start(default)
+    for name in default.sub_configs:
+        part = _value(default, name)
+        if isinstance(part, transformers.PretrainedConfig):
+            small = tiny_config(type(part), otherwise, part)
+            asked[name] = small.to_dict() if type(part) in transformers.CONFIG_MAPPING.values() else small
+    return config_class(**asked)
+
+
+def _small_fields(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return small values of the fields of a config whose own values are ``fields``."""
     sizes = {name: size for size, names in SIZES.items() for name in names.split()}
     asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(_value(default, name), int)}
     for name, size in STAGES.items():
@@ -72,24 +88,11 @@ def tiny_config(config_class: Any, otherwise: dict[str, int | None], default: An
     for name in ("bos_token_id", "eos_token_id"):
         if isinstance(_value(default, name), int | list):
             asked[name] = 1
-    fields = default.to_dict()
-    rope = fields.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        asked["rope_parameters"] = rope | {"mrope_section": [2, 1, 1]}  # of a head's 8 dimensions
-    asked |= _placeholders(fields) | {name: 32 for name in ("image_size",) if isinstance(_value(default, name), int)}
-    asked |= _layers(default) | {"attn_layer_indices": [1] for name in ("attn_layer_indices",) if name in fields}
+    if isinstance(_value(default, "image_size"), int):
+        asked["image_size"] = 32
     if hasattr(default, "use_cache"):
         asked["use_cache"] = False
-    asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in fields}
-    if default.is_encoder_decoder:
-        asked["decoder_start_token_id"] = _start(default)
-    for name in default.sub_configs:
-        part = _value(default, name)
-        if isinstance(part, transformers.PretrainedConfig) and type(part) in transformers.CONFIG_MAPPING.values():
-            asked[name] = tiny_config(type(part), otherwise, part).to_dict()
-        elif isinstance(part, transformers.PretrainedConfig):
-            asked[name] = tiny_config(type(part), otherwise, part)
-    return config_class(**asked)
+    return asked | _placeholders(fields) | _layers(default) | {"attn_layer_indices": [1]}
 
 
 def _placeholders(fields: dict[str, Any]) -> dict[str, int]:
@@ -153,7 +156,7 @@ def every_tiny(model_type: str, architecture: str) -> Iterator[Any]:
         raise problem
 
 
-def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, int | None]) -> Any:
+def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, Any]) -> Any:
     """Save a tiny model with every part at work. Raises what making it raises: fields that this script does not know."""
     config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
     config.architectures = [architecture]

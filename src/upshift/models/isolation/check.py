@@ -105,9 +105,7 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
                 if objective == "seq2seq-lm":
                     return measure_seq2seq(small_config, model_class)
                 probe = _Probe(small_config, model_class, objective)
-                by_token, left, reads_ahead = (
-                    probe.generation_problems()
-                )  # first, because a model without a loss can generate, too
+                by_token, left, reads_ahead = probe.generation_problems()  # first: a model without a loss can generate, too
                 if objective not in LANGUAGE_MODEL_OBJECTIVES:
                     shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
                 isolation = probe.isolation()
