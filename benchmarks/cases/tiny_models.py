@@ -53,7 +53,7 @@ def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
 OTHERWISE: tuple[dict[str, Any], ...] = (  # None: as it is
     {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"head_dim": 8, "num_experts_per_tok": 1},
     {"mamba_n_heads": 8, "mamba_d_head": 8}, {"num_heads": 8, "head_dim": 8}, {"patch_size": 4, "image_size": 64},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}},  # of 8 dimensions of a head
+    {"mrope_section": [2, 1, 1]}, {"attention_hidden_size": 64},
 )  # fmt: skip
 STAGES = {"hidden_sizes": 16, "embed_dims": 16, "depths": 1, "num_heads": 2, "num_attention_heads": 2}  # of as many as there are
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -68,6 +68,9 @@ def tiny_config(config_class: Any, otherwise: dict[str, Any], default: Any = Non
     fields = default.to_dict()
     asked = {name: size for name, size in (_small_fields(default, fields) | otherwise).items() if size is not None}
     asked = {name: size for name, size in asked.items() if name in fields}
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("rope_type") == "default" and "mrope_section" in otherwise:
+        asked["rope_parameters"] = rope | {"mrope_section": otherwise["mrope_section"]}  # of the dimensions of a head
     if default.is_encoder_decoder:
         asked["decoder_start_token_id"] = _start(default)
     for name in default.sub_configs:
@@ -92,7 +95,7 @@ def _small_fields(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
         asked["image_size"] = 32
     if hasattr(default, "use_cache"):
         asked["use_cache"] = False
-    return asked | _placeholders(fields) | _layers(default) | {"attn_layer_indices": [1]}
+    return _placeholders(fields) | asked | _layers(default) | {"attn_layer_indices": [1]}
 
 
 def _placeholders(fields: dict[str, Any]) -> dict[str, int]:
