@@ -99,9 +99,11 @@ def states_cache(config: Any) -> Any | None:
 
 def layer_tensors(layer: Any) -> Iterator[Any]:
     """Yield the tensors that a layer of a cache holds, without counts of tokens."""
+    import torch
+
     for value in vars(layer).values():
         for tensor in value.values() if isinstance(value, dict) else (value,):
-            if hasattr(tensor, "is_floating_point") and tensor.is_floating_point() and tensor.numel():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
                 yield tensor
 
 

@@ -15,6 +15,7 @@ from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
 from upshift.inference.generation.model import (
+    CacheBytes,
     available_memory,
     cache_bytes,
     check_max_memory,
@@ -289,11 +290,12 @@ class Generator:
         If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
         if not self._pads_safely:
             return 1
-        cache_tokens = self.cache_tokens()
-        sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
+        budget = self._cache_budget()
         rows = MAX_ROWS
-        if cache_tokens is not None:
-            rows = max(min(cache_tokens // sequence_tokens, MAX_ROWS), 1)
+        if budget is not None and self._cache_bytes is not None:
+            sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
+            sequence_bytes = self._cache_bytes.row + self._cache_bytes.token * sequence_tokens
+            rows = max(min(budget // max(sequence_bytes, 1), MAX_ROWS), 1)
         return min(len(ids), 1 << (rows.bit_length() - 1))
 
     def positions_left(self, prompt: list[int]) -> int | None:
@@ -332,11 +334,17 @@ class Generator:
         return first, [longest] if self._is_beyond(longest) else []
 
     def cache_tokens(self) -> int | None:
-        """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
-        free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
-        if free_bytes is None or self._token_bytes is None:
+        """Return how many tokens of all sequences together fit into memory beside the model and MAX_ROWS sequences' states of a
+        fixed size. None: unknown, or the model keeps nothing for each token."""
+        budget = self._cache_budget()
+        if budget is None or self._cache_bytes is None or not self._cache_bytes.token:
             return None
-        return int(CACHE_SHARE * free_bytes / self._token_bytes)
+        return max(budget - MAX_ROWS * self._cache_bytes.row, 0) // self._cache_bytes.token
+
+    def _cache_budget(self) -> int | None:
+        """Return the bytes for what all sequences keep, or None if the free memory is unknown."""
+        free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
+        return None if free_bytes is None else int(CACHE_SHARE * free_bytes)
 
     @cached_property
     def _pads_safely(self) -> bool:
@@ -344,8 +352,8 @@ class Generator:
         return pads_safely(self.source)
 
     @cached_property
-    def _token_bytes(self) -> int | None:
-        """Return the bytes of a token in the cache, or None if they are unknown."""
+    def _cache_bytes(self) -> CacheBytes | None:
+        """Return the bytes that a sequence keeps, or None if they are unknown."""
         return cache_bytes(self.source)
 
     @cached_property
@@ -396,7 +404,7 @@ class Generator:
     def _check_one_pass(self, prompt: list[int], shown: str) -> None:
         """Raise RequestError if a prompt beyond longrope's border, which is one pass, takes more than the free memory."""
         free_bytes = available_memory(self.host, self._max_memory)
-        needed_bytes = len(prompt) * (self._pass_bytes + (self._token_bytes or 0))
+        needed_bytes = len(prompt) * (self._pass_bytes + (self._cache_bytes.token if self._cache_bytes is not None else 0))
         if free_bytes is not None and needed_bytes > free_bytes:
             raise RequestError(
                 f"{shown}. Above {self._border:,} tokens {self.source.reference!r} computes a prompt in one pass (longrope). "

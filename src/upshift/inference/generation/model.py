@@ -5,7 +5,7 @@ A model that does not fit into memory runs in transformers in its stored precisi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
@@ -89,15 +89,27 @@ def attends_to_all(source: ModelSource) -> bool:
     return layer_types <= FULL_ATTENTION and window_of(text_config) is None and not has_slopes
 
 
-def cache_bytes(source: ModelSource) -> int | None:
-    """Return the bytes of the keys and values of one token of one sequence, in fp32, or None if they are unknown.
+class CacheBytes(NamedTuple):
+    """The bytes of one sequence in fp32: of each token's keys and values, and of its states of a fixed size."""
 
-    They are measured without weights, because configs do not say them for every kind of attention. Windows do not count."""
+    token: int
+    row: int
+
+
+def cache_bytes(source: ModelSource) -> CacheBytes | None:
+    """Return the bytes that a sequence keeps, or None if they are unknown.
+
+    They are measured without weights, because configs do not say them for every kind of layer. Windows do not count."""
     from upshift.loading.load import build_empty_model
     from upshift.loading.placement import modules
 
-    sizes = modules.cache_bytes(build_empty_model(source), 1)
-    return sum(sizes.values()) if sizes else None
+    model = build_empty_model(source)
+    one_token = modules.cache_bytes(model, 1)
+    two_tokens = modules.cache_bytes(model, 2)
+    if not one_token or not two_tokens:
+        return None
+    token_bytes = sum(two_tokens.values()) - sum(one_token.values())
+    return CacheBytes(token_bytes, sum(one_token.values()) - token_bytes)
 
 
 def pass_bytes(source: ModelSource) -> int:
