@@ -48,7 +48,8 @@ def check_cache_filled(model: Any, cache: Any) -> None:
     Raises:
         RequestError: the cache is empty.
     """
-    if not any(True for layer in cache.layers for _ in layer_tensors(layer)):
+    layers = getattr(cache, "self_attention_cache", cache).layers  # beside an encoder there are two caches
+    if not any(True for layer in layers for _ in layer_tensors(layer)):
         raise RequestError(
             f"{type(model).__name__} kept no keys and values of its prompt, so text would be generated without it; "
             "transformers' own generate runs this model"

@@ -208,10 +208,9 @@ def tasks_of(class_name: str) -> tuple[ModelTask, ...]:
 def find_task(class_name: str, *, has_encoder: bool) -> ModelTask | None:
     """Return the task of a class, or None if no table of TASKS lists it.
 
-    ``has_encoder``: the model is an encoder with a decoder. A decoder alone is one of its own kind, whatever table lists it."""
-    tasks = tasks_of(class_name)
-    fitting = [task for task in tasks if has_encoder or task.objective != "seq2seq-lm"]
-    return next(iter(fitting or tasks), None)
+    ``has_encoder``: the model is an encoder with a decoder. Without one it has no encoder's loss, whatever table lists it."""
+    fitting = (task for task in tasks_of(class_name) if has_encoder or task.objective != "seq2seq-lm")
+    return next(fitting, None)
 
 
 def writes_text(model_class: Any) -> bool:

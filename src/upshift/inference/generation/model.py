@@ -36,7 +36,7 @@ def generation_task(source: ModelSource) -> Task:
     config: Any = source.hf_config
     architecture = find_architecture(config, source.reference)
     model_class = architecture.model_class
-    if architecture.objective == "seq2seq-lm":
+    if architecture.objective == "seq2seq-lm" and config.is_encoder_decoder:
         return "seq2seq"
     if not writes_text(model_class):
         kind = "transformers lists it for no task" if architecture.task is None else f"its task is {architecture.task.name}"
