@@ -11,7 +11,7 @@ from upshift.errors import RequestError
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.engines.base import Decoder, DecoderBuild
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild, MediaPrompt
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
 from upshift.inference.generation.model import (
@@ -59,6 +59,11 @@ class Completion(NamedTuple):
     tokens: list[int]
     prompt_tokens: int
     ending: Ending
+
+
+def _has_inputs(prompt: list[int]) -> bool:
+    """Return whether a prompt has other inputs than its token ids, so that it is computed alone."""
+    return isinstance(prompt, MediaPrompt)
 
 
 class Generator:
@@ -185,6 +190,8 @@ class Generator:
 
         Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them."""
         options = self.limit_options(max(ids, key=len), options)
+        if any(map(_has_inputs, ids)):
+            self._take_transformers()
         chosen_engine = self._engine if self.race is None else self.race.chosen.engine
         if chosen_engine not in (None, LONG_TEXT_ENGINE) and any(map(self._is_beyond, ids)):
             raise RequestError(
@@ -202,6 +209,16 @@ class Generator:
                 "at a time; leave it out, or ask for --engine torch (engine='torch')"
             )
         return self.race
+
+    def _take_transformers(self) -> None:
+        """Compute all prompts by transformers' own generate() from now on, which takes a model's other inputs."""
+        if self._engine not in (None, "torch"):
+            raise RequestError(f"the engine {self._engine} computes text alone; use --engine torch for prompts with images")
+        if self.task != "as-transformers":
+            self.task = "as-transformers"
+            self.race = None
+            self._decoder = None
+            self.text_engine = None
 
     def _load(self, setup: EngineSetup) -> None:
         """Load the engine of a setup, unless it is loaded."""
@@ -288,7 +305,7 @@ class Generator:
         """Return the number of sequences whose cache fits beside the model, or 1 if prompts must not share a batch.
 
         If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
-        if not self._pads_safely:
+        if not self._pads_safely or any(map(_has_inputs, ids)):
             return 1
         budget = self._cache_budget()
         rows = MAX_ROWS

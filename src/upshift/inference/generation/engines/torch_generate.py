@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from upshift.inference.generation.engines.base import DecoderBuild, NoExtension
+from upshift.inference.generation.engines.base import DecoderBuild, MediaPrompt, NoExtension
 from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.tokenizer import padded_rows
@@ -92,21 +92,26 @@ class TransformersDecoder(NoExtension):
         self._rows: list[int] = []  # of generate()'s rows, those that the caller keeps
         self._width = 0  # generate()'s rows
 
-    def admit(self, prompts: Sequence[Sequence[int]], inputs: Mapping[str, torch.Tensor] | None = None) -> np.ndarray:
-        """Add rows to an engine that has none. ``inputs``: the model's other inputs, such as the pixels of images."""
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Add rows to an engine that has none. A prompt with other inputs is the only row."""
         is_decoder = not self.model.config.is_encoder_decoder
         ids, mask = padded_rows(prompts, left=is_decoder)
-        arguments = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), **(inputs or {})}
+        arguments = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), **_other_inputs(prompts)}
 
         def generate(loop: GenerateLoop) -> None:
             with inference_settings(self.setup):
-                on_device = {name: tensor.to(self.model.device) for name, tensor in arguments.items()}
+                on_device = {name: self._convert(tensor) for name, tensor in arguments.items()}
                 self.model.generate(**on_device, generation_config=self._options, logits_processor=LogitsProcessorList([loop]))
 
         self._loop = GenerateLoop()
         self._width = len(prompts)
         self._rows = list(range(len(prompts)))
         return self._loop.start(generate)
+
+    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the model's device. Pixels get the dtype of the weights."""
+        dtype = self.model.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.model.device, dtype)
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         assert self._loop is not None, "there is no row"
@@ -119,6 +124,12 @@ class TransformersDecoder(NoExtension):
         if not rows and self._loop is not None:
             self._loop.stop()
             self._loop = None
+
+
+def _other_inputs(prompts: Sequence[Sequence[int]]) -> Mapping[str, torch.Tensor]:
+    inputs = [prompt.inputs for prompt in prompts if isinstance(prompt, MediaPrompt)]
+    assert not inputs or len(prompts) == 1, "a prompt with other inputs is computed alone"
+    return inputs[0] if inputs else {}
 
 
 def _plain_options(model: Any) -> GenerationConfig:
