@@ -48,6 +48,10 @@ Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
 ENGINE_FOLDERS = {task: "encoding" if task == "encode" else "generation" for task in get_args(Task)}
+KINDS_OF_TASK: dict[Task, str] = {
+    "states": "models with recurrent states, or with images beside text",
+    "as-transformers": "models that only transformers' generate() runs",
+}
 DECLARATION = "\nENGINE = {"
 
 
@@ -355,8 +359,9 @@ def check_engine(
     ]
     if name not in valid_names:
         device_name = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
+        kind = KINDS_OF_TASK.get(task, task)
         raise RequestError(
-            f"--engine {name!r} is no engine for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
+            f"--engine {name!r} is no engine for {kind}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
         )
     if ENGINES[name].has_environment:
         require_environment(environment)

@@ -67,7 +67,7 @@ def _has_inputs(prompt: list[int]) -> bool:
 
 
 class Generator:
-    """Generate texts with a causal language model or an encoder-decoder.
+    """Generate texts with a causal language model, an encoder-decoder, or a model that reads images beside text.
 
     The first call races the installed engines on some of the prompts, or recalls the result of an earlier race. All calls
     use the fastest setup within the quality and the limits.

@@ -26,7 +26,7 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     task = generation_task(source)
     pads = pads_safely(source)
     files: tuple[ModelFile, ...] = (ModelFile(OPENVINO_FILE, partial(export, source), _quantize),)
-    if task != "generate":
+    if task == "seq2seq":
         files = _encoder_and_decoder(source)
     return Rounding(
         task=task,
