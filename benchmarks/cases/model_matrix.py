@@ -1,7 +1,7 @@
 """What Upshift does with every model type of the installed transformers that can be made tiny: right, refused in words, or wrong.
 
     python benchmarks/cases/model_matrix.py [--only bert,llama] [--sample N] [--cells load,encode] [--processes 2]
-        [--write docs/model_matrix.md]
+        [--write docs/model_matrix.md] [--what-runs docs/what_runs.md]
 
 A model is two layers of width 32 or so with random weights, saved by transformers. Its cells:
 
@@ -18,13 +18,14 @@ generate           logits of greedy generation of prompts in one batch against m
 A cell is ok (with the largest difference), refused (with the words), WRONG (with figures) or none: transformers alone does not do
 it. Each model runs in a process that is forked from one that has imported everything, with a limit of memory, and of processor
 seconds for each cell. Cells that a row of these versions has are not run again: give another --results, or --again. --only and
---sample take few types, --cells few cells. --write makes the page from the newest cells.
+--sample take few types, --cells few cells. --write and --what-runs make pages from the newest cells.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -41,6 +42,7 @@ from tiny_models import every_model
 from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import describe, detect
+from upshift.models.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 HOST = "epyc-7763"  # plans are for this machine, wherever the case runs
@@ -69,7 +71,7 @@ LEGEND = """Find your `model_type` (it is in config.json). The table says what w
 
 If a model draws random numbers in training, such as the noise of a router, both are compared without them.
 """
-KINDS = "causal,masked,seq2seq"
+KINDS = "causal,masked,seq2seq,image-text"
 SUITE = "--sample 6 --again"
 QUICK = "gpt2,bert"
 SECONDS_OF_A_CELL = 300  # of a processor: on a busy machine the clock says nothing of the cell
@@ -233,6 +235,58 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+TASK_OF_KIND = {
+    "causal": "text-generation", "masked": "fill-mask", "seq2seq": "text2text-generation", "image-text": "image-text-to-text",
+}  # fmt: skip
+COMMANDS = {  # of the cells that a command of its own runs
+    "inspect": "`inspect`", "load": "`load_model`", "plan": "`plan`", "train as planned": "`train`", "encode": "`encode`",
+    "generate": "`generate`",
+}  # fmt: skip
+
+
+def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Return the page of what runs what: the table of tasks, and how many model types of each task a command runs."""
+    tried = {key: row for key, row in rows.items() if "cells" in row}
+    shown = versions()
+    lines = [
+        "# What runs what", "",
+        "Upshift asks transformers which task a model is for. `architectures` in config.json names the model's class, and",
+        "transformers' tables of Auto classes say the task of the class. Every command asks the same table.", "",
+        "| task | Auto class | preprocessor | output | loss that `upshift train` uses |", "| --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    lines += [
+        f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or 'none'} |"
+        for task in TASKS
+    ]
+    lines += [
+        "", "## How many model types run", "",
+        f"The [model matrix](model_matrix.md) runs tiny models of transformers {shown['transformers']} (torch {shown['torch']}),",
+        "and compares each with transformers. A cell is the number of model types with transformers' numbers, of those tried.",
+        "`python benchmarks/cases/model_matrix.py --what-runs docs/what_runs.md` writes this page.", "",
+        "| task | " + " | ".join(COMMANDS.values()) + " |", "| --- | " + " | ".join("---" for _ in COMMANDS) + " |",
+    ]  # fmt: skip
+    for kind, task in TASK_OF_KIND.items():
+        counts = []
+        for cell in COMMANDS:
+            found = [row["cells"][cell][0] for (own, _), row in tried.items() if own == kind and cell in row["cells"]]
+            counts.append(f"{found.count('ok')} of {len(found)}" if found else "-")
+        lines.append(f"| {task} | {' | '.join(counts)} |")
+    lines += ["", "## What `upshift generate` does not run", ""]
+    lines += _generate_refusals(tried)
+    return "\n".join([*lines, ""])
+
+
+def _generate_refusals(tried: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    """Return the model types of each reason for which no text is generated, a line for each reason."""
+    found: dict[str, list[str]] = {}
+    for (kind, model), row in sorted(tried.items()):
+        ended, text = row["cells"].get("generate", ("ok", ""))
+        if ended != "ok":
+            reason = re.sub(r"^.* is an? \w+, which|^.*\(\w+\) |^the model ", "", _plain(text).replace("\\", ""))
+            found.setdefault(f"{ended}, {TASK_OF_KIND[kind]}: {reason}", []).append(model)
+    return [f"- {reason.rstrip('.')}. Types: {', '.join(models)}." for reason, models in sorted(found.items())]
+
+
 def _words(tried: dict[tuple[str, str], dict[str, Any]], outcome: str) -> list[str]:
     """Cells with the same words are one line."""
     found: dict[str, list[str]] = {}
@@ -257,6 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="types that have a row, too")
     parser.add_argument("--processes", type=int, default=max(min(os.cpu_count() or 1, 8), 1), help="models at once")
     parser.add_argument("--write", type=Path, help="the page to make from the newest rows")
+    parser.add_argument("--what-runs", type=Path, help="the page of what runs what to make from the newest rows")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     case = Case("model_matrix", options.results, detect(), options.quick, {"host": HOST})
@@ -287,6 +342,8 @@ def main(arguments: list[str] | None = None) -> int:
     case.add("summary", plan={}, measured=None, details=details)
     if options.write is not None:
         options.write.write_text(page(known), encoding="utf-8")
+    if options.what_runs is not None:
+        options.what_runs.write_text(what_runs(known), encoding="utf-8")
     print(json.dumps(details))
     return 0
 

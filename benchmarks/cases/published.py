@@ -31,8 +31,8 @@ from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
 from upshift.hardware import describe, detect
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.process_memory import predict_reserved
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan

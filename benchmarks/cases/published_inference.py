@@ -26,8 +26,8 @@ from upshift.errors import UpshiftError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.inference.memory import replica_memory
 from upshift.planning.inference.plan import InferenceWorkload, ReplicaShape
 from upshift.planning.inference.planner import PROFILE_LENGTH, Candidate, rank_plans

@@ -30,8 +30,8 @@ from upshift.benchmarking.harness import format_table
 from upshift.hardware.cluster import join_hosts, measure_link
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model_to_train
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import find_host

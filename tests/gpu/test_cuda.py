@@ -23,7 +23,7 @@ from upshift.hardware import detect
 from upshift.models.adapter import base_of
 from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.process_memory import library_bytes
 from upshift.planning.plan import Plan

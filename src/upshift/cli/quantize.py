@@ -17,6 +17,8 @@ LOADS = {
     ("generate", "torch"): TRANSFORMERS,
     ("generate", "openvino"): "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
     ("seq2seq", "torch"): TRANSFORMERS,
+    ("states", "torch"): TRANSFORMERS,
+    ("as-transformers", "torch"): TRANSFORMERS,
     ("seq2seq", "openvino"): "OpenVINO's read_model, an encoder and a decoder apart",
     ("encode", "torch"): TRANSFORMERS,
     ("encode", "openvino"): "OpenVINO's read_model",

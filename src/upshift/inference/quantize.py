@@ -22,7 +22,7 @@ from upshift.hardware import detect
 from upshift.inference.openvino_runtime import make_model_file
 from upshift.inference.race.early_stopping import EarlyStopping
 from upshift.inference.race.types import Contest, RaceRequest, Run, pick_evenly
-from upshift.inference.registry import EngineName, EngineSetup, Task, check_engine, is_installed
+from upshift.inference.registry import ENGINES, EngineName, EngineSetup, Task, check_engine, is_installed
 from upshift.inference.resumable_output import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
 from upshift.loading.output_lock import check_free, lock_file_beside, locked
@@ -162,7 +162,7 @@ def choose_engine(task: Task, source: ModelSource, bits: Bits, requested: str | 
     Raise RequestError if the engine cannot write or load such weights."""
     if requested is not None and requested not in WRITERS:
         raise RequestError(f"--engine {requested!r} writes no weights here; use one of {', '.join(WRITERS)}")
-    default = "openvino" if is_installed("openvino") else "torch"
+    default = "openvino" if is_installed("openvino") and task in ENGINES["openvino"].factories else "torch"
     name = check_engine(task, requested or default, source, detect().cpu_alone())
     library, extra = ("torchao", "quant") if bits == 8 else ("bitsandbytes", "bitsandbytes")
     if name == "torch" and find_spec(library) is None:

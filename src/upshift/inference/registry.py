@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.versions import install_command
 
-Task = Literal["encode", "generate", "seq2seq"]
+Task = Literal["encode", "generate", "states", "seq2seq", "as-transformers"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
     "fp32",
@@ -47,7 +47,11 @@ Precision = Literal[
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
-ENGINE_FOLDERS = {"encode": "encoding", "generate": "generation", "seq2seq": "generation"}
+ENGINE_FOLDERS = {task: "encoding" if task == "encode" else "generation" for task in get_args(Task)}
+KINDS_OF_TASK: dict[Task, str] = {
+    "states": "models with recurrent states, or with images beside text",
+    "as-transformers": "models that only transformers' generate() runs",
+}
 DECLARATION = "\nENGINE = {"
 
 
@@ -165,11 +169,7 @@ class EngineSpec(NamedTuple):
         return self.uncompiled is not None or self.has_environment
 
 
-PACKAGES: dict[Task, str] = {
-    "encode": "upshift.inference.encoding",
-    "generate": "upshift.inference.generation",
-    "seq2seq": "upshift.inference.generation",
-}
+PACKAGES = {task: f"upshift.inference.{folder}" for task, folder in ENGINE_FOLDERS.items()}
 ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the reference first, then by the time to convert a model
     "torch": EngineSpec(
@@ -179,6 +179,8 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
             "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
             "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
+            "states": EngineFactory("torch_states:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
+            "as-transformers": EngineFactory("torch_generate:TransformersDecoder", ("fp32", "bf16"), ON_GPU),
         },
     ),
     "torch-graphs": EngineSpec(
@@ -245,6 +247,8 @@ NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures 
         "encode": EngineFactory("null_engine:NullEngine", ("fp32",)),
         "generate": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
         "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "states": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "as-transformers": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
     },
 )
 
@@ -355,8 +359,9 @@ def check_engine(
     ]
     if name not in valid_names:
         device_name = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
+        kind = KINDS_OF_TASK.get(task, task)
         raise RequestError(
-            f"--engine {name!r} is no engine for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
+            f"--engine {name!r} is no engine for {kind}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
         )
     if ENGINES[name].has_environment:
         require_environment(environment)

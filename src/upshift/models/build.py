@@ -22,39 +22,34 @@ from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE
 from upshift.models.config import text_configs
 from upshift.models.hf_config import one_line
 from upshift.models.profile import Objective
+from upshift.models.tasks import FEATURES, TRAINED, ModelTask, find_task, names_in, tasks_of
 
 logger = logging.getLogger(__name__)
-
-# The table of classes for each objective, in the order in which they are tried for a config that names no class.
-OBJECTIVES: tuple[tuple[Objective, str], ...] = (
-    ("seq2seq-lm", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    ("masked-lm", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    ("causal-lm", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    ("image-classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-    ("sequence-classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
-    ("token-classification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
-    ("question-answering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"),
-)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's class and its training objective, or None if Upshift trains no model of this class."""
+    """A model's class and its task, or None if transformers lists the class for no task."""
 
     model_class: type[PreTrainedModel]
-    objective: Objective | None
+    task: ModelTask | None
+
+    @property
+    def objective(self) -> Objective | None:
+        """Return the loss that Upshift trains the model with, or None if it trains no model of this class."""
+        return None if self.task is None else self.task.objective
 
 
 def find_architecture(config: PretrainedConfig, reference: str) -> Architecture:
-    """Return the class that a model's config names, and its objective. Every command gets the class from this function.
+    """Return the class that a model's config names, and its task. Every command gets the class from this function.
 
-    For a config without ``architectures``, assume the first class of OBJECTIVES that transformers has for its model_type, else
-    the class without a head, and log this once. Raise RequestError for a class that transformers does not have, or whose
-    model_type is not the config's."""
+    For a config without ``architectures``, assume the first class of TRAINED that transformers has for its model_type, else the
+    class without a head, and log this once. Raise RequestError for a class that transformers does not have, or whose model_type
+    is not the config's."""
     class_names = tuple(config.architectures or ()) or _remote_code_classes(config)
     if class_names:
         model_class = _find_class(class_names[0], config, reference)
-        return Architecture(model_class, _objective_of(model_class.__name__, config))
+        return Architecture(model_class, _task_of(model_class, config))
     assumed_architecture = _assume_architecture(config)
     if assumed_architecture is None:
         raise RequestError(
@@ -75,12 +70,12 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
     if architecture.objective is not None:
         return architecture.model_class, architecture.objective
     name = architecture.model_class.__name__
-    if name in _class_names("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"):
+    if architecture.task is not None and architecture.task.name == "multiple-choice":
         raise RequestError(
             f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
             "Upshift plans for one row an example"
         )
-    objectives = ", ".join(objective for objective, _ in OBJECTIVES)
+    objectives = ", ".join(str(task.objective) for task in TRAINED)
     raise RequestError(
         f"{reference!r} ({name}) has no loss that Upshift trains; the kinds are {objectives}{_trainable_alternatives(config)}; "
         f"upshift inspect {reference} --placement says what of it goes where"
@@ -89,15 +84,15 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
 
 def has_own_loss(model: PreTrainedModel) -> bool:
     """Return whether a live model has a head with a loss that Upshift trains."""
-    return _objective_of(type(model).__name__, model.config) is not None
+    return Architecture(type(model), _task_of(type(model), model.config)).objective is not None
 
 
 def choose_text_classifier(config: PretrainedConfig, reference: str, *, purpose: str) -> type[PreTrainedModel]:
     """Return the class that puts a head for labels of texts on a model. Raise RequestError if transformers has none.
 
     ``purpose`` says in the message what needs the head."""
-    for model_class, objective in _trainable_classes(config):
-        if objective == "sequence-classification":
+    for model_class, task in _trainable_classes(config):
+        if task.objective == "sequence-classification":
             return model_class
     raise RequestError(
         f"transformers has no classifier of texts for {reference!r} (model_type {config.model_type!r}), which {purpose} "
@@ -177,59 +172,45 @@ def _accepts_config(model_class: type[PreTrainedModel], config: PretrainedConfig
         return True
     sub_config_classes = tuple(getattr(config, "sub_configs", {}).values())
     mapping_names = (name for name in vars(CLASS_NAMES.get()) if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_"))
-    is_listed = any(model_class.__name__ in _class_names(table, config.model_type) for table in mapping_names)
+    is_listed = any(model_class.__name__ in names_in(table, config.model_type) for table in mapping_names)
     return is_listed and config_class not in sub_config_classes
 
 
-def _objective_of(name: str, config: PretrainedConfig) -> Objective | None:
-    objectives = [objective for objective, table in OBJECTIVES if name in _class_names(table)]
-    if "seq2seq-lm" in objectives and not config.is_encoder_decoder:
-        objectives = [objective for objective in objectives if objective != "seq2seq-lm"] or objectives
-    return objectives[0] if objectives else None
+def _task_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> ModelTask | None:
+    return find_task(model_class.__name__, has_encoder=config.is_encoder_decoder)
 
 
 def is_causal_class(model_class: type[PreTrainedModel]) -> bool:
     """Return whether transformers lists a class among its causal language models. Some are masked language models, too."""
-    return model_class.__name__ in _class_names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    return any(task.objective == "causal-lm" for task in tasks_of(model_class.__name__))
 
 
 def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
     """Return the class to assume for a config that names none, or None if transformers has no such class."""
-    for model_class, objective in _trainable_classes(config):
+    for trainable, task in _trainable_classes(config):
+        objective = task.objective
         fits_kind = config.is_encoder_decoder == (objective == "seq2seq-lm") or objective == "sequence-classification"
         is_decoder = objective == "masked-lm" and getattr(config, "is_decoder", False)
         has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of a model of texts and images
         if fits_kind and not is_decoder and not has_text_part:
-            return Architecture(model_class, objective)
-    for name in _class_names("MODEL_MAPPING_NAMES", config.model_type):
-        candidate = getattr(transformers, name, None)
-        if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) and _accepts_config(candidate, config):
-            return Architecture(candidate, None)
-    return None
+            return Architecture(trainable, task)
+    model_class = next(_classes_for(FEATURES, config), None)
+    return None if model_class is None else Architecture(model_class, FEATURES)
 
 
-def _trainable_classes(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel], Objective]]:
-    """Yield the trainable classes that transformers has for this model_type, in the order of OBJECTIVES."""
-    for objective, table in OBJECTIVES:
-        for name in _class_names(table, config.model_type):
-            model_class = getattr(transformers, name, None)
-            if not isinstance(model_class, type) or not issubclass(model_class, PreTrainedModel):
-                continue
-            if _accepts_config(model_class, config):
-                yield model_class, objective
+def _trainable_classes(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel], ModelTask]]:
+    """Yield the trainable classes that transformers has for this model_type, in the order of TASKS."""
+    for task in TRAINED:
+        for model_class in _classes_for(task, config):
+            yield model_class, task
 
 
-@cache
-def _class_names(table: str, model_type: str | None = None) -> frozenset[str] | tuple[str, ...]:
-    """Return the class names in one of transformers' tables, for one model_type or for all."""
-    entries = getattr(CLASS_NAMES.get(), table)
-    if model_type is not None:
-        names = entries.get(model_type, ())
-        return (names,) if isinstance(names, str) else tuple(names)
-    all_names: set[str] = set()
-    for names in entries.values():
-        all_names.update((names,) if isinstance(names, str) else names)
-    return frozenset(all_names)
+def _classes_for(task: ModelTask, config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Yield the classes that transformers lists for a task and this model_type, and that take its config."""
+    for name in task.classes_of(config.model_type):
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) and _accepts_config(model_class, config):
+            yield model_class
 
 
 @cache

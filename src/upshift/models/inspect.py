@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from upshift.models.profile import Isolation, ModelProfile, PassCost, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.value import Value
 
 BF16_BYTES = 2

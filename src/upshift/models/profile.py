@@ -281,6 +281,7 @@ class Isolation(Value):
         "it was not tested", description="why texts must not be padded on the left, as generation does; empty: they may be"
     )
     by_token: str = Field("", description="why a text must not be generated token by token, with a cache; empty: it may be")
+    reads_ahead: bool = Field(False, description="a token's results depend on the tokens behind it, so that no text is generated")
     shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
     loss_shifts: bool = Field(True, description="a label is predicted from the labels before it: the loss of next tokens")

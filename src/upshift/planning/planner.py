@@ -15,8 +15,8 @@ from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
-from upshift.models.profile_model import profile_model
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit

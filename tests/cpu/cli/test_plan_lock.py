@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.analysis import lock_file as locking
 from upshift.planning.analysis.max_size import with_layers
 from upshift.planning.cost.memory import predict_memory

@@ -27,7 +27,6 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     MixtralConfig,
     OPTConfig,
     PreTrainedTokenizerFast,
@@ -481,20 +480,15 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
     BertModel(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "bert"
     )
-    with pytest.raises(RequestError, match="is a BertModel, which generates no text"):
+    with pytest.raises(RequestError, match="is a BertModel, which writes no text"):
         upshift.Generator(str(tmp_path / "bert"))
-    AutoModelForCausalLM.from_config(MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)).save_pretrained(
-        tmp_path / "mamba"
-    )
-    with pytest.raises(RequestError, match="mamba.*state is not keys and values"):
-        upshift.Generator(str(tmp_path / "mamba"))
 
 
 def test_a_model_that_reads_both_ways_is_refused(tmp_path: Path) -> None:
     """transformers computes the whole text again for every token: what a cache has kept would be another result."""
     config = BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     BertLMHeadModel(config).save_pretrained(tmp_path / "both")
-    with pytest.raises(RequestError, match=r"BertLMHeadModel.*depend on the tokens behind it; use transformers' generate\(\)"):
+    with pytest.raises(RequestError, match="BertLMHeadModel.*depend on the tokens behind it; use a model that reads"):
         upshift.Generator(str(tmp_path / "both"))
     config.is_decoder = True
     BertLMHeadModel(config).save_pretrained(tmp_path / "one")

@@ -21,8 +21,8 @@ from upshift.models.isolation import small_copy
 from upshift.models.isolation.check import measure_isolation
 from upshift.models.profile import Isolation, ModelProfile, Variant
 from upshift.models.profile_cache import isolation_of
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.row_sharing import warning_about_splits, why_not_isolated

@@ -15,8 +15,8 @@ import upshift
 from upshift.errors import RequestError
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.profile import Isolation, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated

@@ -25,8 +25,8 @@ from upshift.models.adapter import base_of, complete_model
 from upshift.models.build import build_model, choose_class
 from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import AdapterOptions, find_model, find_model_to_train
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, trial_server
 from upshift.training.distributed.mesh import Mesh

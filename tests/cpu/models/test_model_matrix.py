@@ -128,6 +128,20 @@ def test_the_page_has_every_model_and_every_reason() -> None:
     assert "17 ok, 1 refused, 0 WRONG, 0 none." in page and "types tiny: three." in page
 
 
+def test_the_page_of_what_runs_what_counts_each_task() -> None:
+    cells = {name: ["ok", "1e-7"] for name in model_matrix.CELLS}
+    words = "the model is a TwoForMaskedLM, which writes no text (its task is fill-mask)"
+    rows = {
+        ("causal", "one"): {"cells": cells}, ("causal", "three"): {"cells": cells | {"generate": ["WRONG", "logits differ"]}},
+        ("masked", "two"): {"cells": cells | {"generate": ["refused", words]}}, ("causal", "four"): {"not_tiny": "too large"},
+    }  # fmt: skip
+    page = model_matrix.what_runs(rows)
+    assert "| text-generation | 2 of 2 | 2 of 2 | 2 of 2 | 2 of 2 | 2 of 2 | 1 of 2 |" in page
+    assert "- refused, fill-mask: writes no text (its task is fill-mask). Types: two." in page
+    assert "- WRONG, text-generation: logits differ. Types: three." in page
+    assert "| text-generation | AutoModelForCausalLM | AutoTokenizer | text | causal-lm |" in page
+
+
 def test_rows_of_some_cells_add_up(tmp_path: Path) -> None:
     """What has been run is not run again, and a newer outcome of a cell takes the place of an older one."""
 
@@ -146,6 +160,6 @@ def test_rows_of_some_cells_add_up(tmp_path: Path) -> None:
 def test_a_sample_is_spread_over_all_types() -> None:
     every = model_matrix.chosen(None, None)
     few = model_matrix.chosen(None, 12)
-    assert len(few) == 12 and {kind for kind, _, _ in few} == {"causal", "masked", "seq2seq"}
+    assert len(few) == 12 and {kind for kind, _, _ in few} == {"causal", "masked", "seq2seq", "image-text"}
     assert len(every) > 250 and few == model_matrix.chosen(None, 12)
     assert [entry[1] for entry in model_matrix.chosen("bert", None)] == ["bert", "bert"]

@@ -13,8 +13,8 @@ from transformers import CLIPConfig, LlamaConfig, MambaConfig, WhisperConfig
 
 from upshift.errors import RequestError
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import AdapterOptions, find_model, find_model_to_train
+from upshift.models.tracing.profile_model import profile_model
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from upshift.models.live_model import source_of
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.quantized import four_bit_layers
 from upshift.models.source import find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments

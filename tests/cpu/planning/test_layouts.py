@@ -17,8 +17,8 @@ from warm_scripts import WarmScripts
 
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.communication import Transfer, Volumes, rank_groups
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.memory import micro_batch_memory, step_memory

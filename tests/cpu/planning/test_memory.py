@@ -33,8 +33,8 @@ from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.cost.segments import plan_trace

@@ -13,9 +13,9 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Cpu, Host, Measured, Rates
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
 from upshift.models.tensor_parallel_plan import keep_slice
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning import optimizers as named
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan

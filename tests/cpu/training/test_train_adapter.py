@@ -24,8 +24,8 @@ from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.loading.rewrite.merge import merge
 from upshift.models.adapter import check_module_names
 from upshift.models.profile import Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ADAPTER_WEIGHTS, AdapterOptions, find_model, find_model_to_train
+from upshift.models.tracing.profile_model import profile_model
 from upshift.models.tracing.segments import Tracer
 from upshift.planning.cost.communication import Volumes
 from upshift.planning.cost.memo import Memo

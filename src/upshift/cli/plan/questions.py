@@ -19,8 +19,8 @@ from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_model import profile_model
 from upshift.models.source import AdapterOptions, ModelSource
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,

@@ -30,7 +30,8 @@ def decode(
     similar lengths. ``lookup`` needs a decoder that extends. It guesses tokens while there is only one sequence.
     ``shares_prefix``: compute a common beginning of the prompts once."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.index)))
-    prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins and shares_prefix else []
+    has_prefixes = decoder.joins and decoder.prefixes and shares_prefix
+    prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if has_prefixes else []
     prefix = decoder.compute(prefix_ids) if prefix_ids else None
     live: list[GeneratedSequence] = []
     while queue or live:

@@ -11,10 +11,11 @@ from upshift.errors import RequestError
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.engines.base import Decoder, DecoderBuild
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild, MediaPrompt
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
 from upshift.inference.generation.model import (
+    CacheBytes,
     available_memory,
     cache_bytes,
     check_max_memory,
@@ -60,8 +61,13 @@ class Completion(NamedTuple):
     ending: Ending
 
 
+def _has_inputs(prompt: list[int]) -> bool:
+    """Return whether a prompt has other inputs than its token ids, so that it is computed alone."""
+    return isinstance(prompt, MediaPrompt)
+
+
 class Generator:
-    """Generate texts with a causal language model or an encoder-decoder.
+    """Generate texts with a causal language model, an encoder-decoder, or a model that reads images beside text.
 
     The first call races the installed engines on some of the prompts, or recalls the result of an earlier race. All calls
     use the fastest setup within the quality and the limits.
@@ -119,7 +125,7 @@ class Generator:
         self._engine = check_requested_engine(self.task, self.source, engine, self.host, self._environment)
         if self._environment is not None:
             check_arguments(self._environment.arguments, self.source, self.host)
-        self.start = start_token(self.source) if self.task == "seq2seq" else None
+        self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
         self._defaults = read_defaults(self.source)
@@ -184,6 +190,8 @@ class Generator:
 
         Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them."""
         options = self.limit_options(max(ids, key=len), options)
+        if any(map(_has_inputs, ids)):
+            self._take_transformers()
         chosen_engine = self._engine if self.race is None else self.race.chosen.engine
         if chosen_engine not in (None, LONG_TEXT_ENGINE) and any(map(self._is_beyond, ids)):
             raise RequestError(
@@ -201,6 +209,16 @@ class Generator:
                 "at a time; leave it out, or ask for --engine torch (engine='torch')"
             )
         return self.race
+
+    def _take_transformers(self) -> None:
+        """Compute all prompts by transformers' own generate() from now on, which takes a model's other inputs."""
+        if self._engine not in (None, "torch"):
+            raise RequestError(f"the engine {self._engine} computes text alone; use --engine torch for prompts with images")
+        if self.task != "as-transformers":
+            self.task = "as-transformers"
+            self.race = None
+            self._decoder = None
+            self.text_engine = None
 
     def _load(self, setup: EngineSetup) -> None:
         """Load the engine of a setup, unless it is loaded."""
@@ -287,13 +305,14 @@ class Generator:
         """Return the number of sequences whose cache fits beside the model, or 1 if prompts must not share a batch.
 
         If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
-        if not self._pads_safely:
+        if not self._pads_safely or any(map(_has_inputs, ids)):
             return 1
-        cache_tokens = self.cache_tokens()
-        sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
+        budget = self._cache_budget()
         rows = MAX_ROWS
-        if cache_tokens is not None:
-            rows = max(min(cache_tokens // sequence_tokens, MAX_ROWS), 1)
+        if budget is not None and self._cache_bytes is not None:
+            sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
+            sequence_bytes = self._cache_bytes.row + self._cache_bytes.token * sequence_tokens
+            rows = max(min(budget // max(sequence_bytes, 1), MAX_ROWS), 1)
         return min(len(ids), 1 << (rows.bit_length() - 1))
 
     def positions_left(self, prompt: list[int]) -> int | None:
@@ -332,20 +351,26 @@ class Generator:
         return first, [longest] if self._is_beyond(longest) else []
 
     def cache_tokens(self) -> int | None:
-        """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
-        free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
-        if free_bytes is None or self._token_bytes is None:
+        """Return how many tokens of all sequences together fit into memory beside the model and MAX_ROWS sequences' states of a
+        fixed size. None: unknown, or the model keeps nothing for each token."""
+        budget = self._cache_budget()
+        if budget is None or self._cache_bytes is None or not self._cache_bytes.token:
             return None
-        return int(CACHE_SHARE * free_bytes / self._token_bytes)
+        return max(budget - MAX_ROWS * self._cache_bytes.row, 0) // self._cache_bytes.token
+
+    def _cache_budget(self) -> int | None:
+        """Return the bytes for what all sequences keep, or None if the free memory is unknown."""
+        free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
+        return None if free_bytes is None else int(CACHE_SHARE * free_bytes)
 
     @cached_property
     def _pads_safely(self) -> bool:
         """Return whether prompts of different lengths may share a batch."""
-        return pads_safely(self.source, self.task)
+        return pads_safely(self.source)
 
     @cached_property
-    def _token_bytes(self) -> int | None:
-        """Return the bytes of a token in the cache, or None if they are unknown."""
+    def _cache_bytes(self) -> CacheBytes | None:
+        """Return the bytes that a sequence keeps, or None if they are unknown."""
         return cache_bytes(self.source)
 
     @cached_property
@@ -396,7 +421,7 @@ class Generator:
     def _check_one_pass(self, prompt: list[int], shown: str) -> None:
         """Raise RequestError if a prompt beyond longrope's border, which is one pass, takes more than the free memory."""
         free_bytes = available_memory(self.host, self._max_memory)
-        needed_bytes = len(prompt) * (self._pass_bytes + (self._token_bytes or 0))
+        needed_bytes = len(prompt) * (self._pass_bytes + (self._cache_bytes.token if self._cache_bytes is not None else 0))
         if free_bytes is not None and needed_bytes > free_bytes:
             raise RequestError(
                 f"{shown}. Above {self._border:,} tokens {self.source.reference!r} computes a prompt in one pass (longrope). "

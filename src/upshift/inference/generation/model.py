@@ -5,7 +5,7 @@ A model that does not fit into memory runs in transformers in its stored precisi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
@@ -18,58 +18,58 @@ from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.placement.apply import PlacementOptions
 from upshift.loading.placement.memory_limits import USABLE_SHARE, memory_limits
 from upshift.models.build import find_architecture, is_causal_class
-from upshift.models.config import heads_of, window_of
+from upshift.models.config import window_of
+from upshift.models.kv_cache import has_states, states_cache
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
+from upshift.models.tasks import inputs_of, writes_text
 from upshift.units import format_bytes
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 FULL_ATTENTION = {"full_attention", "global"}
 
 
 def generation_task(source: ModelSource) -> Task:
-    """Return the task of a model.
+    """Return the task of a model: which of Upshift's engines can hold its state between two tokens.
 
-    Raise RequestError if the model generates no text, if its state is not keys and values, or if it computes other results
-    token by token than for a whole text."""
+    "states" is for states of a fixed size beside keys and values, "as-transformers" for those that only transformers' own
+    generate() holds. Raise RequestError if the model writes no text after a text."""
     config: Any = source.hf_config
-    text_config = config.get_text_config(decoder=True)
     architecture = find_architecture(config, source.reference)
-    if architecture.objective == "seq2seq-lm":
-        return "seq2seq"
     model_class = architecture.model_class
-    if not model_class.can_generate():
+    if architecture.objective == "seq2seq-lm" and config.is_encoder_decoder:
+        return "seq2seq"
+    if not writes_text(model_class):
+        kind = "transformers lists it for no task" if architecture.task is None else f"its task is {architecture.task.name}"
         raise RequestError(
-            f"{source.reference!r} is a {model_class.__name__}, which generates no text from text; "
-            f"give a causal language model or an encoder-decoder"
+            f"{source.reference!r} is a {model_class.__name__}, which writes no text ({kind}); give a model whose task is "
+            "text-generation, image-text-to-text or text2text-generation"
         )
-    if not is_causal_class(model_class) or config.is_encoder_decoder:
+    if "text" not in inputs_of(model_class):
+        inputs = " and ".join(inputs_of(model_class))
         raise RequestError(
-            f"{source.reference!r} is a {model_class.__name__}, which transformers lists neither as a causal language model nor "
-            "as an encoder-decoder of texts; Upshift generates with these alone, so use transformers' generate()"
+            f"{source.reference!r} is a {model_class.__name__}, which reads {inputs} and no text; use transformers' pipeline()"
         )
-    other_layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
-    if other_layers or heads_of(text_config) is None:
-        layer_name = other_layers[0] if other_layers else config.model_type
-        raise RequestError(
-            f"{source.reference!r} has layers of {layer_name}, whose state is not keys and values; upshift cannot generate "
-            f"with it yet; use transformers' generate()"
-        )
+    if config.is_encoder_decoder:
+        return "as-transformers"
     isolation = isolation_of(source)
-    if isolation.by_token:
+    if isolation.reads_ahead and "prepare_inputs_for_generation" not in vars(model_class):
         raise RequestError(
             f"{source.reference!r} ({model_class.__name__}) cannot generate token by token: {isolation.by_token}; "
-            "use transformers' generate(), or a model that reads from left to right"
+            "use a model that reads from left to right, or write is_decoder: true into its config.json if it was trained as one"
         )
-    return "generate"
+    if isolation.by_token:
+        return "as-transformers"
+    if is_causal_class(model_class) and not has_states(config):
+        return "generate"
+    return "states" if isolation.proven and states_cache(config) is not None else "as-transformers"
 
 
-def pads_safely(source: ModelSource, task: Task) -> bool:
+def pads_safely(source: ModelSource) -> bool:
     """Return whether prompts of different lengths may share a batch.
 
     The prompts of a causal language model are padded on the left, so the model's isolation test must have shown that this changes
     nothing. Encoder-decoders are padded on the right of the encoder's texts, under a mask."""
-    return task == "seq2seq" or not isolation_of(source).left_padding
+    return source.hf_config.is_encoder_decoder or not isolation_of(source).left_padding
 
 
 def check_weights(source: ModelSource) -> None:
@@ -89,15 +89,27 @@ def attends_to_all(source: ModelSource) -> bool:
     return layer_types <= FULL_ATTENTION and window_of(text_config) is None and not has_slopes
 
 
-def cache_bytes(source: ModelSource) -> int | None:
-    """Return the bytes of the keys and values of one token of one sequence, in fp32, or None if they are unknown.
+class CacheBytes(NamedTuple):
+    """The bytes of one sequence in fp32: of each token's keys and values, and of its states of a fixed size."""
 
-    They are measured without weights, because configs do not say them for every kind of attention. Windows do not count."""
+    token: int
+    row: int
+
+
+def cache_bytes(source: ModelSource) -> CacheBytes | None:
+    """Return the bytes that a sequence keeps, or None if they are unknown.
+
+    They are measured without weights, because configs do not say them for every kind of layer. Windows do not count."""
     from upshift.loading.load import build_empty_model
     from upshift.loading.placement import modules
 
-    sizes = modules.cache_bytes(build_empty_model(source), 1)
-    return sum(sizes.values()) if sizes else None
+    model = build_empty_model(source)
+    one_token = modules.cache_bytes(model, 1)
+    two_tokens = modules.cache_bytes(model, 2)
+    if not one_token or not two_tokens:
+        return None
+    token_bytes = sum(two_tokens.values()) - sum(one_token.values())
+    return CacheBytes(token_bytes, sum(one_token.values()) - token_bytes)
 
 
 def pass_bytes(source: ModelSource) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from upshift.errors import RequestError
+from upshift.inference.generation.media import MediaPrompts, has_media
 from upshift.inference.resumable_output import check_output, is_empty, is_text, parse_object, read_lines
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
@@ -22,6 +23,7 @@ from upshift.text import describe_other_part, fill_null_contents
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}
 CHAT_KEYS = ("messages", "tools")
+MEDIA_KEYS = ("prompt", "messages", "images")
 PROMPT_FORM = 'a text of Unicode characters, or the messages of a chat: [{"role": "user", "content": "..."}]'
 
 
@@ -30,6 +32,7 @@ class Prompts:
 
     def __init__(self, source: ModelSource, *, chat: bool = False) -> None:
         self.tokenizer = load_tokenizer(source)
+        self._media = MediaPrompts(source)
         self.chat = chat
         self._reference = source.reference
         self._vocabulary = prompt_vocabulary(source.hf_config)
@@ -58,6 +61,8 @@ class Prompts:
         return text
 
     def _tokenize_one(self, prompt: Prompt, name: str) -> list[int]:
+        if has_media(prompt):
+            return self._media.tokenize(prompt, name, chat=self.chat)
         if isinstance(prompt, str) and not self.chat:
             text_ids: list[int] = self.tokenizer(prompt).input_ids
             return text_ids
@@ -155,6 +160,8 @@ def _remove_field(chat: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 def _is_prompt(prompt: object) -> bool:
     """Return whether the value has the form of a prompt. The chat template checks the content of messages."""
+    if isinstance(prompt, Mapping) and has_media(prompt):
+        return not set(prompt) - {*MEDIA_KEYS}
     if isinstance(prompt, Mapping):
         return "messages" in prompt and not set(prompt) - {*CHAT_KEYS} and _is_prompt(prompt["messages"])
     if isinstance(prompt, list | tuple):
@@ -197,7 +204,10 @@ def _parse_line(line: str, name: str) -> Prompt:
     record = parse_object(line)
     if record is None or ("prompt" in record) == ("messages" in record):
         raise RequestError(f"{name} is no prompt; write {LINE_FORM}")
-    _check_keys(record, name)
+    if has_media(record):
+        _check_keys(record, name, MEDIA_KEYS)
+        return record
+    _check_keys(record, name, CHAT_KEYS if "messages" in record else ("prompt",))
     if "prompt" in record:
         if not is_text(record["prompt"]):
             raise RequestError(f"{name} is no prompt; write {LINE_FORM}, of Unicode characters")
@@ -209,9 +219,8 @@ def _parse_line(line: str, name: str) -> Prompt:
     return record if record.get("tools") else messages
 
 
-def _check_keys(record: dict[str, Any], name: str) -> None:
+def _check_keys(record: dict[str, Any], name: str, used_keys: Sequence[str]) -> None:
     """Raise RequestError for an unknown key, or for tools of another type."""
-    used_keys = CHAT_KEYS if "messages" in record else ("prompt",)
     unknown = next((key for key in record if key not in used_keys), None)
     if unknown is not None:
         raise RequestError(f"{name} has a key {unknown!r}, which is not used; leave it out, and write {LINE_FORM}")

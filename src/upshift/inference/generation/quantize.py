@@ -24,9 +24,9 @@ COMPARED_TOKENS = 16
 def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     """Return the inputs of quantization for a model that generates."""
     task = generation_task(source)
-    pads = pads_safely(source, task)
+    pads = pads_safely(source)
     files: tuple[ModelFile, ...] = (ModelFile(OPENVINO_FILE, partial(export, source), _quantize),)
-    if task != "generate":
+    if task == "seq2seq":
         files = _encoder_and_decoder(source)
     return Rounding(
         task=task,

@@ -11,8 +11,8 @@ from upshift.hardware.spec import Host
 from upshift.inference.encoding.engines.base import batch_by_length
 from upshift.inference.registry import ENGINES, ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.inference.plan import CachePrecision, Execution, InferenceWorkload, ReplicaShape, WeightPrecision
 from upshift.planning.inference.planner import PROFILE_LENGTH
 from upshift.planning.inference.time import Engine, build_engine

@@ -26,7 +26,7 @@ from upshift.loading.placement.memory_limits import memory_limits, read_device
 from upshift.loading.placement.place import CPU, MemoryNeeds, Placement, PlacementUnit, follow_device_map, place_units
 from upshift.models.build import find_stacks
 from upshift.models.describe import max_positions
-from upshift.models.kv_cache import returned_cache
+from upshift.models.kv_cache import layer_tensors, returned_cache
 from upshift.models.sequence_length import default_length
 from upshift.models.tracing.active_experts import experts_per_token
 from upshift.models.tracing.segments import fake_masks
@@ -303,8 +303,6 @@ def _cache_after(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, in
     parts: list[Any] = caches if caches[0] is not None else [cache]
     for part in parts:
         for number, layer in enumerate(part.layers):
-            tensors = (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
-            # A layer with a window also counts its tokens, in a tensor of integers.
-            size = sum(value.numel() * value.element_size() for value in tensors if value.is_floating_point())
+            size = sum(tensor.numel() * tensor.element_size() for tensor in layer_tensors(layer))
             sizes[number] = (sizes.get(number, (0, None))[0] + size, getattr(layer, "sliding_window", None))
     return sizes

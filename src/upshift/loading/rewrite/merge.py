@@ -32,6 +32,7 @@ from upshift.loading.load import build_empty, resolve_class
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.config import config_text
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
+from upshift.models.tasks import TASKS
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,14 +50,6 @@ TOKENIZER_PREFIXES = (
     "spiece",
     "sentencepiece",
 )
-AUTO_CLASSES = {  # by peft's task type, as peft's AutoPeftModel classes choose
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter's tensors
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
 UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
@@ -139,7 +132,7 @@ def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint, 
     ``folder``: that of the adapter, whose head may have other labels than the config of the base model.
     """
     config = source.hf_config
-    class_name = (lora.auto_mapping or {}).get("base_model_class") or AUTO_CLASSES.get(str(lora.task_type))
+    class_name = (lora.auto_mapping or {}).get("base_model_class") or _auto_class_of(lora)
     auto_class = getattr(transformers, class_name, None) if class_name else None
     mapping = MODEL_MAPPING.read(auto_class)
     if mapping is not None and (type(config) not in mapping or _config_names_generator(config, source, auto_class)):
@@ -158,6 +151,11 @@ def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint, 
     if getattr(config.get_text_config(), "pad_token_id", None) is None:
         config.get_text_config().pad_token_id = _padding_of_tokenizer(folder)
     return model
+
+
+def _auto_class_of(lora: LoraConfig) -> str | None:
+    """Return the name of the Auto class for an adapter's task, as peft's AutoPeftModel classes choose. None: it has no task."""
+    return next((task.auto_class for task in TASKS if task.peft_type and task.peft_type == lora.task_type), None)
 
 
 def _num_labels_of(model: PreTrainedModel, folder: Path) -> int | None:

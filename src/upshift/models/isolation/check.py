@@ -29,13 +29,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from upshift.errors import RequestError
-from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.build import (
     build_model,
     choose_class,
     disable_cache,
     encoder_class,
     encoder_of,
+    find_architecture,
     is_causal_class,
     name_padding,
 )
@@ -47,10 +47,11 @@ from upshift.models.isolation.position_limit import exact_tokens
 from upshift.models.isolation.seq2seq import measure_seq2seq
 from upshift.models.isolation.small_copy import narrow_copies, plain_token_ids, randomize_weights
 from upshift.models.isolation.token_ids import missing_token_ids
-from upshift.models.kv_cache import NAMES, with_cache
+from upshift.models.kv_cache import NAMES, has_states, mask_of_pass, states_cache, with_cache
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
+from upshift.models.tasks import FEATURES, writes_text
 
 FIRST_LENGTH = 11  # tokens; longer than SHORT_WINDOW, and no round number
 SECOND_LENGTH = 21
@@ -67,6 +68,7 @@ LOSS_TOLERANCE = 1e-6  # fp32 sums in another order differ by up to 2.6e-7, rout
 FLASH_SUBSTITUTE = "positions_alone"
 FLASH = ("flash_attention_2", "flash_attention_3")
 IGNORED = -100  # a label that does not count
+LEFT_PADDING_LEAKS = "padding on the left of a text changes its results"
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"
     by_token = ""
+    reads_ahead = False
     left: str | None = None  # not tested
     shortest = 1
     with _isolated_randomness():
@@ -102,20 +105,22 @@ def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], 
                 if objective == "seq2seq-lm":
                     return measure_seq2seq(small_config, model_class)
                 probe = _Probe(small_config, model_class, objective)
-                by_token, left = probe.generation_problems()  # first, because a model without a loss can generate, too
+                by_token, left, reads_ahead = probe.generation_problems()  # first: a model without a loss can generate, too
                 if objective not in LANGUAGE_MODEL_OBJECTIVES:
                     shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
                 isolation = probe.isolation()
                 limit = exact_tokens(config, small_config, partial(_is_length_independent, model_class, objective))
-                measured = {"by_token": by_token, "left_padding": left, "shortest": shortest, "exact_tokens": limit}
-                return isolation.model_copy(update=measured)
+                measured = {"shortest": shortest, "exact_tokens": limit}
+                return isolation.model_copy(
+                    update={"by_token": by_token, "reads_ahead": reads_ahead, "left_padding": left, **measured}
+                )
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
                 raise_if_out_of_memory(error)
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
                 reason = f"no small copy of the model runs: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     if left is None:
         left = f"it was not tested: {reason}"
-    return Isolation(reason=reason, by_token=by_token, left_padding=left, shortest=shortest)
+    return Isolation(reason=reason, by_token=by_token, reads_ahead=reads_ahead, left_padding=left, shortest=shortest)
 
 
 def test_source(source: ModelSource, *, states: bool) -> Isolation:
@@ -124,14 +129,18 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     Raise RequestError for a config that transformers cannot read."""
     config = source.hf_config
     if states:
-        class_name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
-        model_class = getattr(transformers, class_name, None) if isinstance(class_name, str) else None
+        class_names = FEATURES.classes_of(config.model_type)
+        model_class = getattr(transformers, class_names[0], None) if len(class_names) == 1 else None
         if model_class is None:  # transformers has none for this model_type, or several
             try:
                 model_class = encoder_class(config, source.reference)
             except RequestError as problem:
                 return Isolation(reason=str(problem))
         return measure_isolation(config, model_class, None)
+    architecture = find_architecture(config, source.reference)
+    model_class = architecture.model_class
+    if architecture.objective is None and writes_text(model_class) and not config.is_encoder_decoder:
+        return measure_isolation(config, model_class, "causal-lm")  # of texts alone, as it is for a model that reads images too
     try:
         model_class, objective = choose_class(config, source.reference)
     except RequestError as problem:
@@ -350,23 +359,53 @@ class _Probe:
 
     # Generation
 
-    def generation_problems(self) -> tuple[str, str]:
-        """Return why text must not be generated token by token with a cache, and why texts must not be padded on the left.
+    def generation_problems(self) -> tuple[str, str, bool]:
+        """Return why text must not be generated token by token with a cache, why texts must not be padded on the left, and
+        whether a token's results depend on the tokens behind it.
 
         An empty text means that it may."""
         if not self.generates:
-            return "", ""
+            return "", "", False
         results = self._separate_results(self.second)
         if not _is_close(self._run(self.second[None, :-LAST_TOKENS])[0], results[:-LAST_TOKENS]):
-            return "a token's results depend on the tokens behind it", ""
+            return "a token's results depend on the tokens behind it", self._generated_padding_problem(), True
+        by_token = ""
         if self._generate_differs(results[-1]):
-            return "transformers' generate() gives the model other inputs than the text so far", ""
-        if self.parameters.isdisjoint(NAMES):
-            return "the model takes no cache of keys and values", ""
-        by_token = self._stepwise_problem([self.second], "a text gives other results token by token than whole")
-        if by_token:
-            return by_token, ""
-        return "", self._stepwise_problem([self.first, self.second], "padding on the left of a text changes its results")
+            by_token = "transformers' generate() gives the model other inputs than the text so far"
+        elif self.parameters.isdisjoint(NAMES):
+            by_token = "the model takes no cache of keys and values"
+        else:
+            by_token = self._stepwise_problem([self.second], "a text gives other results token by token than whole")
+        if by_token:  # then transformers' generate() runs the model
+            return by_token, self._generated_padding_problem(), False
+        return "", self._stepwise_problem([self.first, self.second], LEFT_PADDING_LEAKS), False
+
+    def _generated_padding_problem(self) -> str:
+        """Return why transformers' generate() must not pad texts of the model on the left, or an empty text."""
+        width = len(self.second)
+        padded = torch.cat([torch.full((width - len(self.first),), self.pad_token), self.first])
+        mask = torch.ones(2, width, dtype=torch.long)
+        mask[0, : width - len(self.first)] = 0
+        try:
+            together = self._generated_logits(torch.stack([padded, self.second]), mask)
+            alone = [self._generated_logits(text[None], torch.ones_like(text[None])) for text in (self.first, self.second)]
+        except Exception as error:  # each class fails in its own way
+            raise_if_out_of_memory(error)
+            return f"transformers' generate() does not run with padding: {' '.join(str(error).split())[:120]}"
+        is_same = all(_is_close(together[row], text[0]) for row, text in enumerate(alone))
+        return "" if is_same else LEFT_PADDING_LEAKS
+
+    def _generated_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits [rows, tokens, V] of the first tokens that generate() chooses, the same ones for each row."""
+        options = GenerationConfig(
+            max_new_tokens=LAST_TOKENS + 1, do_sample=False, num_beams=1, return_dict_in_generate=True, output_logits=True,
+            pad_token_id=self.pad_token,
+        )  # fmt: skip
+        token = int(self.second[0])
+        output: Any = self.model.generate(
+            ids, attention_mask=mask, generation_config=options, prefix_allowed_tokens_fn=lambda row, text: [token]
+        )
+        return torch.stack(output.logits, dim=1)
 
     def _generate_differs(self, expected: Tensor) -> bool:
         """Return whether the model's generate() chooses a text's next token from other logits than ``expected`` [V].
@@ -398,10 +437,13 @@ class _Probe:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         results = []
         start = 0
-        cache_arguments = with_cache(self.model, DynamicCache())
+        config = self.model.config
+        cache = states_cache(config) if has_states(config) else DynamicCache()
+        cache_arguments = with_cache(self.model, DynamicCache() if cache is None else cache)
         try:
             for end in range(width - LAST_TOKENS, width + 1):
-                arguments = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+                pass_mask = mask[:, :end] if cache is None else mask_of_pass(cache, mask[:, :end], end - start)
+                arguments = {"attention_mask": pass_mask, "position_ids": positions[:, start:end]}
                 arguments = {name: value for name, value in arguments.items() if name in self.parameters} | cache_arguments
                 results.append(self._run(ids[:, start:end], **arguments)[:, -1])
                 start = end

@@ -76,10 +76,15 @@ def _narrow_candidates(fields: Fields) -> Iterator[Fields]:
 
 def _integer_fields(fields: Fields) -> Iterator[tuple[str, int]]:
     for name, value in fields.items():
-        if isinstance(value, dict):
+        if _is_config(value):
             yield from _integer_fields(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield name, value
+
+
+def _is_config(value: Any) -> bool:
+    """Return whether a value holds fields by their names, and not a table by numbers."""
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def _head_divisors(fields: Fields) -> tuple[int, int]:
@@ -114,7 +119,7 @@ def _narrow_fields(fields: Fields, num_divisor: int, size_divisor: int, *, short
     )
     narrow: Fields = {}
     for name, value in fields.items():
-        if isinstance(value, dict):
+        if _is_config(value):
             narrow[name] = _narrow_fields(value, num_divisor, size_divisor, shorten_windows=shorten_windows)
         elif isinstance(value, list) and name == "mrope_section":
             narrow[name] = [entry // size_divisor for entry in value]
@@ -197,7 +202,7 @@ def _shorten_layers(fields: Fields, length: int, depth: int) -> Fields:
     These are numbers of layers, lists with one entry for each layer, and sorted lists of layer numbers."""
     shortened: Fields = {}
     for name, value in fields.items():
-        if isinstance(value, dict):
+        if _is_config(value):
             shortened[name] = _shorten_layers(value, length, depth)
         elif value == length and not isinstance(value, bool) and "layer" in name:
             shortened[name] = depth

@@ -18,8 +18,8 @@ from upshift.hardware import collective
 from upshift.hardware.catalog.efficiency import GEMM_EFFICIENCY
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
+from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory

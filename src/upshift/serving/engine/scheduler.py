@@ -271,14 +271,19 @@ class Scheduler:
             token_budget -= ticket.uncached_tokens
             is_repeated = self._prompt_cache.is_repeated(ticket.sequence.prompt, ticket.cached_tokens, ticket.adapter)
             ticket.is_cached_later = (
-                self.decoder.joins and not ticket.sequence.scores_prompt and (ticket.is_conversation or is_repeated)
+                self._has_prefixes and not ticket.sequence.scores_prompt and (ticket.is_conversation or is_repeated)
             )
             admitted.append(Admitted(self.waiting.popleft(), prefix))
         return admitted if mixes else _with_shortest_prefix(admitted)
 
+    @property
+    def _has_prefixes(self) -> bool:
+        """Return whether the engine can begin a request with the cached beginning of its prompt."""
+        return self.decoder.joins and self.decoder.prefixes
+
     def _find_prefix(self, ticket: Ticket) -> Prefix | None:
         """Return the cached beginning of a request's prompt. A prompt that is scored has none, as its logits are not cached."""
-        if not self.decoder.joins or ticket.sequence.scores_prompt:
+        if not self._has_prefixes or ticket.sequence.scores_prompt:
             return None
         return self._prompt_cache.find(ticket.sequence.prompt, ticket.adapter)
 

@@ -3,7 +3,7 @@ and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,14 @@ class Prefix(NamedTuple):
     states: Any
 
 
+class MediaPrompt(list[int]):
+    """The token ids of a prompt, and the model's other inputs for it, such as the pixels of its images."""
+
+    def __init__(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
+        super().__init__(ids)
+        self.inputs = inputs
+
+
 NO_ROWS = np.zeros((0, 0), dtype=np.int64)
 
 
@@ -28,16 +36,17 @@ class Decoder(Protocol):
     """An engine that generates. Its rows are the sequences that are being generated, in the order of their admission."""
 
     weight_bytes: int  # read in every step
-    joins: bool  # rows can be admitted beside others, and can start from a prefix
+    joins: bool  # rows can be admitted beside others
+    prefixes: bool  # rows can start from a prefix, in an engine that joins
     extends: bool  # a row can take several tokens in one pass, and can drop its last tokens
     mixes: bool  # one pass can compute prompts, or parts of them, and the next tokens of other rows
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        """Compute a prefix apart from the rows, in an engine that joins."""
+        """Compute a prefix apart from the rows, in an engine with prefixes."""
         ...
 
     def prefix_of_row(self, row: int) -> Prefix:
-        """Return a row's keys and values so far, in an engine that joins. They do not include the token that the next
+        """Return a row's keys and values so far, in an engine with prefixes. They do not include the token that the next
         ``step`` takes."""
         ...
 
@@ -79,6 +88,7 @@ class Decoder(Protocol):
 class NoMixing:
     """A base class of engines that do not mix."""
 
+    prefixes = True
     mixes = False
 
     def join(self, prefix: Prefix | None = None) -> None:

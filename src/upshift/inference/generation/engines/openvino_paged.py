@@ -34,6 +34,7 @@ class OpenVinoPagedDecoder:
     """A model with paged attention."""
 
     joins = True
+    prefixes = True
     extends = True
     mixes = True
 

@@ -35,8 +35,12 @@ class TorchDecoder(NoMixing):
         self._cache_argument = cache_argument(self.model)
         self._border = stable_positions_in(self.model.config.get_text_config(decoder=True))
         self.padding = Padding()
-        self.cache = full_cache()
+        self.cache = self.empty_cache()
         self.pass_arguments: dict[str, Any] = {}  # further arguments of the model in each pass, such as the rows' adapters
+
+    def empty_cache(self) -> Any:
+        """Return a cache without rows."""
+        return full_cache()
 
     def load(self, build: DecoderBuild) -> Any:
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
@@ -91,7 +95,7 @@ class TorchDecoder(NoMixing):
         if rows:
             self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
         else:
-            self.cache = full_cache()
+            self.cache = self.empty_cache()
 
     def _compute_prompts(self, remainder: Remainder, cache: Any) -> np.ndarray:
         """Compute prompts in chunks. Return the logits after their last tokens, [N, V].

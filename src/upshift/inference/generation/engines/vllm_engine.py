@@ -159,7 +159,7 @@ def _engine_arguments(build: DecoderBuild, cache_gib: int | None) -> dict[str, A
 def _token_bytes(build: DecoderBuild) -> float:
     """Return the bytes of a token's keys and values in the setup's precision. Without a figure, return one byte."""
     full_bytes = cache_bytes(build.source)
-    return 1.0 if full_bytes is None else full_bytes * (1.0 if build.setup.precision == "fp32" else 0.5)
+    return 1.0 if full_bytes is None else full_bytes.token * (1.0 if build.setup.precision == "fp32" else 0.5)
 
 
 def _cache_gib(build: DecoderBuild) -> int:

@@ -1,0 +1,143 @@
+"""Turn prompts with images into token ids and the model's other inputs, by the model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.inference.generation.engines.base import MediaPrompt
+from upshift.inference.resumable_output import is_text
+from upshift.models.build import find_architecture
+from upshift.models.source import ModelSource
+from upshift.models.tasks import inputs_of
+
+IMAGE = "image"
+FORM = (
+    '{"prompt": "...", "images": ["a.png"]}, or {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, '
+    '{"type": "text", "text": "..."}]}]}'
+)
+
+
+def has_media(prompt: Any) -> bool:
+    """Return whether a prompt has images: under "images", or as parts of its messages."""
+    if isinstance(prompt, Mapping):
+        return "images" in prompt or has_media(prompt.get("messages"))
+    return isinstance(prompt, list | tuple) and any(
+        isinstance(part, Mapping) and part.get("type") == IMAGE
+        for message in prompt
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+    )
+
+
+class MediaPrompts:
+    """The processor of a model that reads images beside text."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+
+    @cached_property
+    def processor(self) -> Any:
+        """Return the model's processor. Raise RequestError if the model reads no images, or has no processor that loads."""
+        from transformers import AutoProcessor
+
+        reference = self._source.reference
+        inputs = inputs_of(find_architecture(self._source.hf_config, reference).model_class)
+        if IMAGE not in inputs:
+            raise RequestError(f"{reference!r} reads {' and '.join(inputs)}, and the prompts have images; leave the images out")
+        try:
+            return AutoProcessor.from_pretrained(self._source.directory)
+        except ImportError:
+            raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{reference!r} has no processor that loads ({error}); save one beside the model") from None
+
+    def tokenize(self, prompt: Any, name: str, *, chat: bool) -> MediaPrompt:
+        """Return the token ids of a prompt with images, and the model's inputs for them. ``name`` names the prompt.
+
+        ``chat``: a prompt that is a text is the message of a user. Raise RequestError for a prompt of another form, or for an
+        image that cannot be read."""
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+        paths = fields.get("images", ())
+        if not isinstance(paths, list | tuple) or not all(map(is_text, paths)) or ("prompt" in fields) == ("messages" in fields):
+            raise RequestError(f"{name} has images, and is not of the form {FORM}")
+        processor = self.processor
+        if "prompt" in fields and not chat:
+            inputs = self._process_text(fields["prompt"], [read_image(path, name) for path in paths], name)
+        else:
+            messages = fields.get("messages") or [{"role": "user", "content": fields["prompt"]}]
+            if not getattr(processor, "chat_template", None):
+                raise RequestError(
+                    f"{self._source.reference!r} has no chat template; give a text with its marks of images instead"
+                )
+            inputs = processor.apply_chat_template(
+                _place_images(messages, list(paths), name), add_generation_prompt=True, tokenize=True, return_dict=True,
+                return_tensors="pt",
+            )  # fmt: skip
+        tensors = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+        return MediaPrompt(inputs["input_ids"][0].tolist(), tensors)
+
+    def _process_text(self, text: str, images: Sequence[Any], name: str) -> Mapping[str, Any]:
+        """Return the model's inputs for a text that marks the places of its images. Raise RequestError if it marks others."""
+        mark = getattr(self.processor, "image_token", None)
+        if mark is not None and text.count(mark) != len(images):
+            raise RequestError(
+                f"{name} has {len(images)} images and {text.count(mark)} marks {mark!r} of them in its text; write one for each, "
+                "or use --chat, where the chat template writes them"
+            )
+        inputs: Mapping[str, Any] = self.processor(text=[text], images=list(images), return_tensors="pt")
+        return inputs
+
+
+def read_image(path: str, name: str) -> Any:
+    """Return the image of a file, in RGB. Raise RequestError if it cannot be read. ``name`` names its prompt."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
+    try:
+        with Image.open(Path(path)) as image:
+            return image.convert("RGB")
+    except OSError as error:
+        reason = error.strerror or "no image that pillow knows"
+        raise RequestError(f"{name} has the image {path!r}, which cannot be read ({reason}); give the path of an image") from None
+
+
+def _place_images(messages: Sequence[Mapping[str, Any]], paths: list[str], name: str) -> list[dict[str, Any]]:
+    """Return messages whose parts hold the images themselves.
+
+    A part without a path takes the next path of ``paths``. If no part is an image, those of ``paths`` stand before the text of
+    the first message of a user."""
+    chat = [{**message, "content": _parts(message.get("content"), name)} for message in messages]
+    places = [part for message in chat for part in message["content"] if part["type"] == IMAGE]
+    open_places = [part for part in places if "path" not in part]
+    if not places:
+        open_places = [{"type": IMAGE} for _ in paths]
+        first = next((message for message in chat if message["role"] == "user"), None)
+        if first is None:
+            raise RequestError(f"{name} has images, and no message of a user to show them in")
+        first["content"] = [*open_places, *first["content"]]
+    if len(open_places) != len(paths):
+        raise RequestError(f"{name} has {len(paths)} images, and {len(open_places)} places for them in its messages")
+    for part, path in zip(open_places, paths, strict=True):
+        part["path"] = path
+    for message in chat:
+        for part in message["content"]:
+            if part["type"] == IMAGE:
+                part["image"] = read_image(part.pop("path"), name)
+    return chat
+
+
+def _parts(content: Any, name: str) -> list[dict[str, Any]]:
+    """Return a message's content as parts of its own. Raise RequestError for a part that is neither text nor an image."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts = [dict(part) for part in content or () if isinstance(part, Mapping)]
+    for part in parts:
+        is_part = {"text": set(part) == {"type", "text"}, IMAGE: set(part) <= {"type", "path"}}.get(str(part.get("type")), False)
+        if not is_part or not is_text(part.get("text", part.get("path", "x"))):
+            raise RequestError(f"{name} has a part {part!r:.60} in a content; write {FORM}")
+    return parts

@@ -1,0 +1,127 @@
+"""Prompts with images have the tokens of transformers' own processor and generate()."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command import Command
+
+from upshift.training.data.tokenizer import train_byte_level_bpe
+
+NEEDS_PILLOW = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
+MARK = 260  # the id of the token that stands for a part of an image
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+COLORS = {"red.png": (255, 0, 0), "blue.png": (0, 0, 255)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaVA with its processor, and images of one color."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("llava")
+    text = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=MARK)
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0)  # an image then changes the text
+    model.save_pretrained(folder)
+    tokenizer = train_byte_level_bpe(["a text of some words"], 260)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == MARK
+    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = transformers.LlavaProcessor(
+        image_processor=pixels, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        chat_template=TEMPLATE, image_token="<image>", num_additional_image_tokens=1,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    for name, color in COLORS.items():
+        Image.new("RGB", (40, 36), color).save(folder / name)
+    return folder
+
+
+def by_transformers(folder: Path, text: str, names: list[str]) -> str:
+    from PIL import Image
+
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    images = [Image.open(folder / name) for name in names]
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def answers(upshift: Command, folder: Path, lines: list[Any], *options: str) -> list[str]:
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    output = folder / "answers.jsonl"
+    files = ("--prompts", folder / "prompts.jsonl", "--output", output, "--overwrite")
+    answer = upshift("generate", folder, *files, "--max-new-tokens", 6, *options)
+    assert answer.code == 0, answer.err
+    return [json.loads(line)["text"] for line in output.read_text().splitlines()]
+
+
+@NEEDS_PILLOW
+def test_lines_and_messages_with_images(folder: Path, upshift: Command) -> None:
+    red, blue = (str(folder / name) for name in COLORS)
+    say, between = ({"type": "text", "text": text} for text in ("say ", " and "))
+    parts = [say, {"type": "image", "path": blue}, between, {"type": "image"}]
+    lines = [
+        {"prompt": "see <image> there", "images": [red]},
+        {"prompt": "a text alone"},
+        {"messages": [{"role": "user", "content": parts}], "images": [red]},
+        {"messages": [{"role": "user", "content": "what?"}], "images": [blue]},
+    ]
+    expected = [
+        by_transformers(folder, "see <image> there", ["red.png"]),
+        by_transformers(folder, "a text alone", []),
+        by_transformers(folder, "say <image> and <image>", ["blue.png", "red.png"]),
+        by_transformers(folder, "<image>what?", ["blue.png"]),
+    ]
+    assert answers(upshift, folder, lines) == expected
+    assert expected[0] != by_transformers(folder, "see <image> there", ["blue.png"]), "the image changes nothing here"
+
+
+@NEEDS_PILLOW
+def test_images_that_cannot_be_used_are_refused(folder: Path, upshift: Command) -> None:
+    red = str(folder / "red.png")
+    text = folder / "text.png"
+    text.write_text("no image")
+    parts = [{"type": "video", "path": red}]
+    for line, reason in (
+        ({"prompt": "see <image>", "images": ["none.png"]}, "the image 'none.png', which cannot be read (No such file"),
+        ({"prompt": "see <image>", "images": [str(text)]}, "no image that pillow knows"),
+        ({"prompt": "see", "images": [red]}, "has 1 images and 0 marks '<image>'"),
+        ({"prompt": "see <image>", "images": red}, "is not of the form"),
+        ({"messages": [{"role": "user", "content": parts}], "images": [red]}, "has a part {'type': 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "has 0 images, and 1 places"),
+        ({"prompt": "see <image>", "images": [red], "tools": []}, "has a key 'tools', which is not used"),
+    ):
+        (folder / "prompts.jsonl").write_text(json.dumps(line))
+        files = ("--prompts", folder / "prompts.jsonl", "--output", folder / "none.jsonl")
+        answer = upshift("generate", folder, *files)
+        assert answer.code == 2 and reason in " ".join(answer.err.split()), answer.err
+
+
+def test_a_model_of_text_alone_refuses_images(tmp_path: Path, upshift: Command) -> None:
+    config = transformers.GPT2Config(vocab_size=260, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    train_byte_level_bpe(["a text"], 260).save_pretrained(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "see", "images": ["a.png"]}))
+    answer = upshift("generate", tmp_path, "--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers.jsonl")
+    assert answer.code == 2 and "reads text, and the prompts have images" in " ".join(answer.err.split())
