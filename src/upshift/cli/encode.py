@@ -1,5 +1,5 @@
-"""Run ``upshift encode``: turn the texts of a file into vectors, or into scores of texts or tokens, by the fastest engine that
-has the requested quality."""
+"""Run ``upshift encode``: turn the texts of a file into vectors, or into scores of texts, pairs of texts or tokens, by the
+fastest engine that has the requested quality."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ from upshift.settings import wait_briefly
 Input = Annotated[
     Path,
     option(
-        "--input", "-i", text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt".',
+        "--input", "-i",
+        text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt". For a cross-encoder '
+        '.jsonl with the fields "query" and "document", or "text" and "text_pair".',
         panel=Panel.MODEL, metavar="PATH",
     ),
 ]  # fmt: skip
+Query = Annotated[
+    str | None,
+    option("--query", text="Score each text of --input for this query, with a cross-encoder.", panel=Panel.MODEL, metavar="TEXT"),
+]
 Output = Annotated[
     Path,
     option(
@@ -39,6 +45,7 @@ def command(
     model: Model,
     texts: Input,
     output: Output,
+    query: Query = None,
     quality: Quality = "exact",
     engine: Engine = None,
     max_latency_ms: MaxLatency = None,
@@ -46,30 +53,33 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Turn texts into vectors or scores. Tests the installed engines on some texts, and uses the fastest one."""
+    """Turn texts into vectors, or texts or pairs of texts into scores. Tests the installed engines on some texts, and uses the fastest one."""
     wait_briefly()
-    from upshift.inference.encoding.files import check_files
+    from upshift.inference.encoding.files import check_files, check_query, holds_pairs
     from upshift.inference.weights import find_weights
 
     check_files(texts, output, overwrite=overwrite)
+    check_query(texts, query)
+    has_pairs = query is not None or holds_pairs(texts)
     find_weights(model)  # a wrong path is refused before libraries are imported
     with importing():
+        from upshift.inference.encoding.cross_encoder import CrossEncoder
         from upshift.inference.encoding.encoder import Encoder
-        from upshift.inference.encoding.files import check_form, read_texts
+        from upshift.inference.encoding.files import check_form, read_items
         from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
     with tables.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(
+        encoder = (CrossEncoder if has_pairs else Encoder)(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=run_printer("texts/s"),
         )  # fmt: skip
         check_form(output, encoder.config.output)
         total = count_lines(texts)
-        encoder.check_lengths(read_texts(texts))
-        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
+        encoder.check_lengths(read_items(texts, query))
+        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
     start = time.perf_counter()
-    num_encoded = _encode(encoder, texts, output, total)
+    num_encoded = _encode(encoder, texts, query, output, total)
     seconds = time.perf_counter() - start
     race: Any = encoder.race
     if as_json:
@@ -88,24 +98,24 @@ def command(
     tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 
 
-def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
+def _encode(encoder: Any, texts: Path, query: str | None, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import Rows, TokenRows, read_texts
+    from upshift.inference.encoding.files import Rows, TokenRows, read_items
     from upshift.inference.resumable_output import output_identity, read_blocks
 
     setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
-    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json())
+    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json(), query or "")
     rows: Any
     if encoder.config.output == "token scores":
         rows = TokenRows(output, total, identity, encoder.labels)
         encode = encoder.token_scores
     else:
         rows = Rows(output, total, identity)
-        encode = encoder.encode
+        encode = encoder.rows
     num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:
         update(num_resumed, total)
-        for block in read_blocks(read_texts(texts), size=rows.block, skip=num_resumed):
+        for block in read_blocks(read_items(texts, query), size=rows.block, skip=num_resumed):
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()
@@ -114,6 +124,8 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
 
 def _describe_row(recipe: Any) -> str:
     """Return a sentence about a row of the output, and the file that determines it."""
+    if recipe.pairs:
+        return f"A row: the scores of a pair, activation {recipe.activation} (by {recipe.said_by})"
     if recipe.output == "class scores":
         return f"A row: class scores (by {recipe.said_by})"
     if recipe.output == "token scores":

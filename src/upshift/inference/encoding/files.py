@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference.encoding.model_config import Output
 from upshift.inference.encoding.run import TokenScores
+from upshift.inference.encoding.text_pair import Item, Pair
 from upshift.inference.resumable_output import (
     UnfinishedLines,
     UnfinishedOutput,
@@ -31,6 +32,7 @@ from upshift.inference.resumable_output import (
 
 INPUTS = (".txt", ".jsonl")
 TEXT_KEYS = ("text", "prompt")  # the second is that of files for upshift generate
+PAIR_KEYS = (("query", "document"), ("text", "text_pair"))  # the second is that of transformers' pipelines
 VECTOR_SUFFIXES = (".npy", ".parquet")  # of outputs whose rows have one length
 LIST_SUFFIXES = (".parquet", ".jsonl")  # of outputs whose rows have different lengths
 PARQUET_ROWS = 65_536  # per row group
@@ -86,6 +88,45 @@ def _parse_line(line: str, name: str) -> str:
     if unknown is not None:
         raise RequestError(f'{name} has a key {unknown!r}, which is not used; leave it out, and write {{"{key}": "..."}}')
     return str(record[key])
+
+
+def holds_pairs(path: Path) -> bool:
+    """Return whether the first line of a file is a pair of texts for a cross-encoder."""
+    if path.suffix == ".txt":
+        return False
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        record = parse_object(file.readline())
+    return record is not None and any(key in record for _, key in PAIR_KEYS)
+
+
+def check_query(path: Path, query: str | None) -> None:
+    """Raise RequestError if there is a query, and the file has its own queries."""
+    if query is not None and not is_text(query):
+        raise RequestError(f"--query {query!r:.80} is no text of Unicode characters")
+    if query is not None and holds_pairs(path):
+        raise RequestError(f"--input {path} has pairs of texts already; leave --query out, or give a file of texts")
+
+
+def read_items(path: Path, query: str | None) -> Iterator[Item]:
+    """Yield the texts or the pairs of a file. With a query, yield the pair of the query and each text."""
+    if query is not None:
+        return (Pair(query, text) for text in read_texts(path))
+    return read_pairs(path) if holds_pairs(path) else read_texts(path)
+
+
+def read_pairs(path: Path) -> Iterator[Pair]:
+    """Yield the pairs of a .jsonl file, whose lines have PAIR_KEYS. Raise RequestError with the number of another line."""
+    return cast("Iterator[Pair]", read_lines(path, _parse_pair))
+
+
+def _parse_pair(line: str, name: str) -> Pair:
+    record = parse_object(line) or {}
+    keys = next((keys for keys in PAIR_KEYS if set(keys) == set(record)), PAIR_KEYS[0])
+    texts = [record.get(key) for key in keys]
+    if not all(map(is_text, texts)) or len(record) != len(keys):
+        forms = " or ".join(f'{{"{first}": "...", "{second}": "..."}}' for first, second in PAIR_KEYS)
+        raise RequestError(f"{name} is no pair of texts of Unicode characters; write {forms} on each line")
+    return Pair(*map(str, texts))
 
 
 class Rows:

@@ -6,7 +6,7 @@ follows from the architecture. For other encoders the result is the mean over th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from upshift.errors import RequestError
 from upshift.models.config import read_json
@@ -28,6 +28,9 @@ CONFIG_FILES = tuple(  # the first existing one counts; all but the first name a
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 PROMPTS = "config_sentence_transformers.json"
+ACTIVATION = "activation_fn"  # of a cross-encoder, in PROMPTS or in the field "sentence_transformers" of config.json
+OLD_ACTIVATION = "sbert_ce_default_activation_function"  # in config.json, before sentence-transformers 4
+ACTIVATION_MODULES = "torch.nn."
 
 
 class EncodingConfig(Value):
@@ -40,6 +43,9 @@ class EncodingConfig(Value):
     max_length: int | None = None  # tokens of a text; None: the tokenizer and the model's positions limit it
     prompt: str = ""  # put before every text
     lower_case: bool = False  # of every text
+    pairs: bool = False  # a row is the score of two texts that the model reads together
+    segments: bool = False  # the model is told which of the two texts each token is of (token_type_ids)
+    activation: str = "Identity"  # of the scores of pairs: a class of torch.nn
     said_by: str
 
 
@@ -66,17 +72,69 @@ def read_encoding_config(source: ModelSource) -> EncodingConfig:
                 f"{source.reference!r} has a {module_name} module, which is not supported; supported are Transformer, Pooling, "
                 "Normalize"
             )
-    config_file = next((file for name in CONFIG_FILES if (file := source.directory / name).is_file()), None)
-    sentence_config = read_json(config_file) if config_file is not None else {}
     return EncodingConfig(
         output="embeddings",
         pooling=pooling,
         normalize=normalize,
-        max_length=sentence_config.get("max_seq_length"),
         prompt=prompt,
-        lower_case=bool(sentence_config.get("do_lower_case")),
         said_by="modules.json",
+        **_read_text_options(source.directory),
     )
+
+
+def read_pair_config(source: ModelSource) -> EncodingConfig:
+    """Return how a cross-encoder scores pairs of texts, by the rules of sentence-transformers' CrossEncoder.
+
+    Raise RequestError for a model that does not classify texts, an unknown module, and an activation that is not torch's."""
+    from upshift.models.build import find_architecture
+
+    architecture = find_architecture(source.hf_config, source.reference)
+    if architecture.objective != "sequence-classification":
+        raise RequestError(
+            f"{source.reference!r} is a {architecture.model_class.__name__}; pairs of texts are scored by a cross-encoder, a "
+            "...ForSequenceClassification. Give one, or single texts"
+        )
+    folder = source.directory
+    if folder is None:
+        raise RequestError(f"{source.reference!r} has no directory, and a tokenizer is needed; save one beside the model")
+    modules = read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
+    unknown = [name for module in modules if (name := module["type"].rsplit(".", 1)[-1]) != "Transformer"]
+    if unknown:
+        raise RequestError(
+            f"{source.reference!r} has a {unknown[0]} module, which is not supported in a cross-encoder; supported is Transformer"
+        )
+    return EncodingConfig(
+        output="class scores",
+        pairs=True,
+        prompt=_default_prompt(folder),
+        activation=_read_activation(source, folder),
+        said_by="the model's architecture",
+        **_read_text_options(folder),
+    )
+
+
+def _read_activation(source: ModelSource, folder: Path) -> str:
+    """Return the class of torch.nn that is applied to a cross-encoder's scores.
+
+    The model's files name it. Without a name, one label has a sigmoid, and several have their logits."""
+    settings = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    nested = source.config.get("sentence_transformers") or {}
+    path = settings.get(ACTIVATION) or nested.get(ACTIVATION) or source.config.get(OLD_ACTIVATION)
+    if path is None:
+        return "Sigmoid" if source.hf_config.num_labels == 1 else "Identity"
+    if not str(path).startswith(ACTIVATION_MODULES):
+        raise RequestError(
+            f"{source.reference!r} has the activation {path!r}, which is Python code that Upshift does not run; "
+            f'write a class of torch.nn as "{ACTIVATION}" into its {PROMPTS}, such as torch.nn.modules.linear.Identity'
+        )
+    return str(path).rsplit(".", 1)[-1]
+
+
+def _read_text_options(folder: Path) -> dict[str, Any]:
+    """Return the maximum length and the lower case of texts, from the files of sentence-transformers."""
+    config_file = next((file for name in CONFIG_FILES if (file := folder / name).is_file()), None)
+    sentence_config = read_json(config_file) if config_file is not None else {}
+    return {"max_length": sentence_config.get("max_seq_length"), "lower_case": bool(sentence_config.get("do_lower_case"))}
 
 
 def is_encoder(source: ModelSource) -> bool:

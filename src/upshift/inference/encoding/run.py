@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine, batch_by_length, pad_batches
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine, batch_by_length, export_folder, pad_batches
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.registry import EngineSetup, build_engine
-from upshift.inference.weights import engine_folder
 from upshift.models.config import stable_positions_in, text_configs
 from upshift.models.source import ModelSource
 
@@ -34,8 +33,8 @@ class Encoding:
         self.setup = setup
         self.pad = pad
         self._border = stable_positions_in(text_configs(source.hf_config)[0])
-        folder = engine_folder("encode", source, setup.engine)
-        build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad))
+        folder = export_folder(source, config, setup.engine)
+        build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad, segments=config.segments))
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
@@ -48,7 +47,8 @@ class Encoding:
         if self.config.output == "token scores":
             counts = token_counts(lengths, self.config)
         ends = np.cumsum(counts)
-        batches = pad_batches(ids, batch_by_length(lengths, self.setup.batch, border=self._border), pad=self.pad)
+        indices = batch_by_length(lengths, self.setup.batch, border=self._border)
+        batches = pad_batches(ids, indices, pad=self.pad, segments=self.config.segments)
         for batch, output in self.engine.outputs(batches):
             rows = self._results(batch, output)
             if result is None:
@@ -61,16 +61,27 @@ class Encoding:
         if self.config.output == "embeddings":
             return pool(output, batch.mask, self.config)
         if self.config.output == "class scores":
-            return output
+            return activate(output, self.config)
         return score_tokens(output, batch.mask, self.config)
 
 
-def example_batches(sample: list[list[int]], pad: int) -> list[Batch]:
+def example_batches(sample: list[list[int]], pad: int, *, segments: bool = False) -> list[Batch]:
     """Return batches of one text each to calibrate on, evenly spread over the lengths of the sample."""
     ordered = sorted((row for row in sample if row), key=len) or [[pad, pad]]
     step = max(len(ordered) // CALIBRATION_BATCHES, 1)
     examples = ordered[::step][:CALIBRATION_BATCHES]
-    return list(pad_batches(examples, [[index] for index in range(len(examples))], pad=pad))
+    return list(pad_batches(examples, [[index] for index in range(len(examples))], pad=pad, segments=segments))
+
+
+def activate(scores: Array, config: EncodingConfig) -> Array:
+    """Return class scores [B, C] fp32 after the activation of the model's files."""
+    if config.activation == "Identity":
+        return scores
+    import torch
+
+    activation = getattr(torch.nn, config.activation)()
+    result: Array = activation(torch.from_numpy(scores)).numpy()
+    return result
 
 
 def pool(states: Array, mask: Array, config: EncodingConfig) -> Array:

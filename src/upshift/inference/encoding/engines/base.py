@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.encoding.model_config import EncodingConfig
-from upshift.inference.registry import EngineSetup
+from upshift.inference.registry import EngineName, EngineSetup
 from upshift.inference.tokenizer import padded_rows
-from upshift.inference.weights import stored_for
+from upshift.inference.weights import engine_folder, stored_for
 from upshift.models.source import ModelSource
+
+# A token of a pair is its id plus SEGMENT times the number of its segment, so that a row stays a list of integers.
+SEGMENT = 2**32
 
 
 class Engine(Protocol):
@@ -57,8 +60,8 @@ def run_in_order(
 
 
 def load_forward(source: ModelSource, config: EncodingConfig) -> Any:
-    """Return the model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of
-    tokens."""
+    """Return the model in fp32, or as it is quantized: a module from the inputs of ``input_names`` to token states, class
+    scores or logits of tokens."""
     import torch
 
     from upshift.loading.load import load_source
@@ -110,7 +113,23 @@ def _forward_module(model: Any, config: EncodingConfig) -> Any:
             result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask)[0]
             return result
 
-    return Forward().eval()
+    class PairForward(Forward):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, token_type_ids=segments)[0]
+            return result
+
+    return (PairForward() if config.segments else Forward()).eval()
+
+
+def input_names(config: EncodingConfig) -> tuple[str, ...]:
+    """Return the names of the inputs of ``load_forward``'s module."""
+    return ("ids", "mask", "segments") if config.segments else ("ids", "mask")
+
+
+def export_folder(source: ModelSource, config: EncodingConfig, engine: EngineName) -> Path:
+    """Return the folder of an engine's converted files. A model that is converted with other inputs has another one."""
+    folder = engine_folder("encode", source, engine)
+    return folder / "segments" if config.segments else folder
 
 
 def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
@@ -123,11 +142,18 @@ def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
 
 
 class Batch(NamedTuple):
-    """A batch of texts, padded on the right. ``indices`` holds the positions of its texts in the input."""
+    """A batch of texts, padded on the right. ``indices`` holds the positions of its texts in the input.
+
+    ``segments`` says of which text of a pair each token is. None: the model is not told."""
 
     ids: np.ndarray  # [B, S] int64
     mask: np.ndarray  # [B, S] int64
     indices: list[int]
+    segments: np.ndarray | None = None  # [B, S] int64
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the inputs of ``load_forward``'s module, in the order of ``input_names``."""
+        return (self.ids, self.mask) if self.segments is None else (self.ids, self.mask, self.segments)
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, *, border: int | None = None) -> list[list[int]]:
@@ -146,7 +172,12 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int, *, border: int | No
     return batches
 
 
-def pad_batches(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
-    """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts."""
+def pad_batches(
+    tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int, segments: bool = False
+) -> Iterator[Batch]:
+    """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts.
+
+    With ``segments``, each token is its id plus SEGMENT times its segment, and the two are separated."""
     for indices in batches:
-        yield Batch(*padded_rows([tokens[index] for index in indices], pad=pad), indices)
+        ids, mask = padded_rows([tokens[index] for index in indices], pad=pad)
+        yield Batch(ids % SEGMENT, mask, indices, ids // SEGMENT) if segments else Batch(ids, mask, indices)

@@ -59,7 +59,8 @@ class CTranslate2Engine:
         ids = batch.ids.astype(np.int32)
         lengths = np.maximum(batch.mask.sum(1), 1).astype(np.int32)
         view = self.library.StorageView.from_array  # without a copy
-        return np.array(self.encoder.forward_batch(view(ids), view(lengths)).last_hidden_state)
+        segments = None if batch.segments is None else batch.segments.tolist()
+        return np.array(self.encoder.forward_batch(view(ids), view(lengths), segments).last_hidden_state)
 
 
 def _convert(build: EncoderBuild, path: Path) -> None:
