@@ -23,8 +23,8 @@ Input = Annotated[
     Path,
     option(
         "--input", "-i",
-        text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt". For a cross-encoder '
-        '.jsonl with the fields "query" and "document", or "text" and "text_pair".',
+        text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt". For a '
+        'cross-encoder: .jsonl with the fields "query" and "document", or "text" and "text_pair".',
         panel=Panel.MODEL, metavar="PATH",
     ),
 ]  # fmt: skip
@@ -53,7 +53,8 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Turn texts into vectors, or texts or pairs of texts into scores. Tests the installed engines on some texts, and uses the fastest one."""
+    """Turn texts into vectors, or texts or pairs of texts into scores. Tests the installed engines on some texts, and uses the
+    fastest one."""
     wait_briefly()
     from upshift.inference.encoding.files import check_files, check_query, holds_pairs
     from upshift.inference.weights import find_weights

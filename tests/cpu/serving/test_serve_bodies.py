@@ -19,7 +19,7 @@ from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/rerank", "/score")
 GOOD = {
     "/v1/completions": {"model": "m", "prompt": "x"},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}]},

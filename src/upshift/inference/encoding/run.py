@@ -37,10 +37,11 @@ class Encoding:
         build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad, segments=config.segments))
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
-    def rows(self, ids: list[list[int]]) -> np.ndarray:
+    def rows(self, ids: list[list[int]], *, raw: bool = False) -> np.ndarray:
         """Return the results for texts, in their order, as fp32.
 
-        They are embeddings [N, H], class scores [N, C], or the scores of the tokens of all texts, text by text, [T, L]."""
+        They are embeddings [N, H], class scores [N, C], or the scores of the tokens of all texts, text by text, [T, L].
+        With ``raw``, the scores of pairs have no activation."""
         result: np.ndarray | None = None
         lengths = [len(row) for row in ids]
         counts = np.ones(len(ids), dtype=int)  # rows of the result for each text
@@ -50,7 +51,7 @@ class Encoding:
         indices = batch_by_length(lengths, self.setup.batch, border=self._border)
         batches = pad_batches(ids, indices, pad=self.pad, segments=self.config.segments)
         for batch, output in self.engine.outputs(batches):
-            rows = self._results(batch, output)
+            rows = output if raw and self.config.pairs else self._results(batch, output)
             if result is None:
                 result = np.empty((ends[-1], rows.shape[1]), dtype=np.float32)
             row_indices = [np.arange(ends[index] - counts[index], ends[index]) for index in batch.indices]
