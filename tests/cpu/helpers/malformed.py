@@ -28,8 +28,8 @@ SCHEMAS: list[Any] = [
     {"anyOf": [{"maxItems": 10**9}] * 50}, {"type": "integer", "minimum": 5, "maximum": 1},
 ]  # fmt: skip
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/rerank", "/score", "/v1/x",
-    "/health",
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/rerank",
+    "/score", "/v1/x", "/health",
 )  # fmt: skip
 EXPECTED = {200, 400, 404, 405, 413}
 LARGEST = 100_000  # bytes, as the server is started

@@ -19,7 +19,9 @@ from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/rerank", "/score")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize", "/rerank", "/score",
+)  # fmt: skip
 GOOD = {
     "/v1/completions": {"model": "m", "prompt": "x"},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
