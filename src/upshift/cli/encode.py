@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +33,18 @@ Query = Annotated[
     str | None,
     option("--query", text="Score each text of --input for this query, with a cross-encoder.", panel=Panel.MODEL, metavar="TEXT"),
 ]
+Task = Annotated[
+    str | None,
+    option(
+        "--task", panel=Panel.MODEL, metavar="NAME",
+        text="What the texts are: query or document, for models that encode the two in different ways.",
+    ),
+]  # fmt: skip
 Output = Annotated[
     Path,
     option(
         "--output", "-o", panel=Panel.OUTPUT, metavar="PATH",
-        text="The file for the results: .npy or .parquet, or for scores of tokens .parquet or .jsonl.",
+        text="The file for the results: .npy or .parquet. For results of tokens, and sparse vectors: .parquet or .jsonl.",
     ),
 ]  # fmt: skip
 
@@ -46,6 +54,7 @@ def command(
     texts: Input,
     output: Output,
     query: Query = None,
+    task: Task = None,
     quality: Quality = "exact",
     engine: Engine = None,
     max_latency_ms: MaxLatency = None,
@@ -56,11 +65,12 @@ def command(
     """Turn texts into vectors, or texts or pairs of texts into scores. Tests the installed engines on some texts, and uses the
     fastest one."""
     wait_briefly()
-    from upshift.inference.encoding.files import check_files, check_query, holds_pairs
+    from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
     from upshift.inference.weights import find_weights
 
     check_files(texts, output, overwrite=overwrite)
     check_query(texts, query)
+    checked_task = check_task(task, has_query=query is not None)
     has_pairs = query is not None or holds_pairs(texts)
     find_weights(model)  # a wrong path is refused before libraries are imported
     with importing():
@@ -71,7 +81,8 @@ def command(
         from upshift.inference.resumable_output import count_lines
 
     with tables.step("Racing the installed engines on a sample of the texts"):
-        encoder = (CrossEncoder if has_pairs else Encoder)(
+        kind = CrossEncoder if has_pairs else partial(Encoder, task=checked_task)
+        encoder = kind(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=run_printer("texts/s"),
         )  # fmt: skip
@@ -101,15 +112,16 @@ def command(
 
 def _encode(encoder: Any, texts: Path, query: str | None, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import Rows, TokenRows, read_items
+    from upshift.inference.encoding.files import LISTS, Rows, read_items
+    from upshift.inference.encoding.list_rows import ListRows
     from upshift.inference.resumable_output import output_identity, read_blocks
 
     setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
     identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json(), query or "")
     rows: Any
-    if encoder.config.output == "token scores":
-        rows = TokenRows(output, total, identity, encoder.labels)
-        encode = encoder.token_scores
+    if encoder.config.output in LISTS:
+        rows = ListRows(output, total, identity, encoder.config.output, encoder.labels)
+        encode = encoder.token_scores if encoder.config.output == "token scores" else encoder.encode
     else:
         rows = Rows(output, total, identity)
         encode = encoder.rows
@@ -131,8 +143,12 @@ def _describe_row(recipe: Any) -> str:
         return f"A row: class scores (by {recipe.said_by})"
     if recipe.output == "token scores":
         return f"A row: tokens of a text, where each starts and ends, its likeliest label and that score (by {recipe.said_by})"
+    if recipe.output == "sparse vectors":
+        return f"A row: the tokens of the vocabulary with a weight, by {recipe.sparse_pooling} (by {recipe.said_by})"
     normal = ", normalized" if recipe.normalize else ""
     prompt = f", of the prompt {recipe.prompt!r} and the text" if recipe.prompt else ""
+    if recipe.output == "token vectors":
+        return f"A row: a vector for each token{normal}{prompt} (by {recipe.said_by})"
     return f"A row: {recipe.pooling} pooling{normal}{prompt} (by {recipe.said_by})"
 
 

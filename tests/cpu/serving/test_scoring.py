@@ -1,4 +1,4 @@
-"""/rerank and /score answer in the forms of Cohere, Jina, TEI and vLLM, with a cross-encoder's scores or the cosine of vectors."""
+"""/rerank and /score in the forms of Cohere, Jina, TEI and vLLM, with the scores of a cross-encoder or the cosine of vectors."""
 
 from __future__ import annotations
 

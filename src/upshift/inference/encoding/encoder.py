@@ -4,14 +4,17 @@ the user's own texts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.model_config import read_encoding_config
+from upshift.inference.encoding.model_config import Task, read_encoding_config, read_task
 from upshift.inference.encoding.raced_model import RacedModel, check_texts
-from upshift.inference.encoding.run import TokenScores, token_counts
+from upshift.inference.encoding.run import SparseVector, TokenScores, token_counts
 from upshift.inference.race.types import Run
+
+SPARSE_BLOCK = 256  # texts whose weights of the whole vocabulary are in memory at once
 
 
 class Encoder(RacedModel):
@@ -23,6 +26,8 @@ class Encoder(RacedModel):
 
     Args:
         model: directory or hub id.
+        task: "query" or "document", for models that encode the two in different ways: their prompts, lengths and tokens. None:
+            the model's default.
         quality: "exact" (fp32, within 1e-4 of transformers), or the lowest cosine to transformers that a text may have, such
             as 0.99.
         engine: the only engine to use.
@@ -39,6 +44,7 @@ class Encoder(RacedModel):
         self,
         model: str,
         *,
+        task: Task | None = None,
         quality: str | float = "exact",
         engine: str | None = None,
         max_latency_ms: float | None = None,
@@ -47,7 +53,7 @@ class Encoder(RacedModel):
     ) -> None:
         super().__init__(
             model,
-            read_encoding_config,
+            partial(read_encoding_config, task=read_task(task)),
             quality=quality,
             engine=engine,
             max_latency_ms=max_latency_ms,
@@ -55,15 +61,37 @@ class Encoder(RacedModel):
             on_run=on_run,
         )
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
+    def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray] | list[SparseVector]:
         """Return one result for each text, in the order of the texts, in fp32.
 
         The results are embeddings [N, H], or class scores [N, C] of a classifier. A token classifier gives an array [T, L]
-        for each text: the scores of ``token_scores`` without tokens and offsets. The first call runs the race."""
+        for each text: the scores of ``token_scores`` without tokens and offsets. A model like SPLADE gives a SparseVector for
+        each text, and one like ColBERT a matrix [T, H]. The first call runs the race."""
         if self.config.output == "token scores":
             return [result.scores for result in self.token_scores(texts)]
         check_texts(texts)
+        if self.config.output == "sparse vectors":
+            return self._sparse_vectors(texts)
+        if self.config.output == "token vectors":
+            return self._token_vectors(texts)
         return self.rows(texts)
+
+    def _sparse_vectors(self, texts: Sequence[str]) -> list[SparseVector]:
+        encoding = self.prepare(texts) if len(texts) else None
+        vectors: list[SparseVector] = []
+        for start in range(0, len(texts), SPARSE_BLOCK):
+            assert encoding is not None
+            rows = encoding.rows(self.tokenizer.tokenize(texts[start : start + SPARSE_BLOCK], first=start))
+            vectors += [SparseVector.of(row) for row in rows]
+        return vectors
+
+    def _token_vectors(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if not len(texts):
+            return []
+        encoding = self.prepare(texts)
+        ids = self.tokenizer.tokenize(texts)
+        counts = [int(encoding.keeps(row).sum()) for row in ids]
+        return np.split(encoding.rows(ids), np.cumsum(counts)[:-1])
 
     def token_scores(self, texts: Sequence[str]) -> list[TokenScores]:
         """Return, for each text, its tokens, their offsets in the text, and the scores of their labels.

@@ -80,7 +80,7 @@ class RacedModel:
         self.tokenizer = TextTokenizer(self.source, self.config)
         if self.config.output == "token scores":
             self.config = self.config.changed(special=self.tokenizer.special())
-        self.config = self.config.changed(segments=self.tokenizer.has_segments)
+        self.config = self.config.changed(segments=self.tokenizer.has_segments, skipped=self.tokenizer.skipped)
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._encoding: Encoding | None = None
@@ -89,7 +89,7 @@ class RacedModel:
     @property
     def labels(self) -> tuple[str, ...]:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
-        if self.config.output == "embeddings":
+        if self.config.output not in ("class scores", "token scores"):
             return ()
         label_names: dict[Any, str] = self.source.hf_config.id2label or {}
         return tuple(label_names[index] for index in sorted(label_names))
@@ -121,7 +121,8 @@ class RacedModel:
         pad = self.tokenizer.pad
         hint: Hint = "latency" if self.limits else "throughput"
         batches = self._race_batches()
-        sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * batches[-1])
+        is_wide = self.config.output == "sparse vectors"  # rows of the vocabulary's size: more texts would fill the memory
+        sample = self._sample(take, total, 0 if self.limits or is_wide else SAMPLE_BATCHES * batches[-1])
         contest = Contest(task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint)
         forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
         policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)

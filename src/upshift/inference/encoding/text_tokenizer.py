@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import normalizers
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import SEGMENT, model_class
+from upshift.inference.encoding.engines.base import SEGMENT, gives_states, model_class
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.text_pair import Item, Pair
 from upshift.inference.tokenizer import load_tokenizer
@@ -37,11 +37,14 @@ class TextTokenizer:
             else:
                 self.pad = config_pad
         self.alone = self.alone or must_be_alone(source, config)
-        self.shortest = isolation_of(source, states=config.output == "embeddings").shortest
+        self.shortest = isolation_of(source, states=gives_states(config)).shortest
         self._reference = source.reference
         self.longest = _max_length(tokenizer, source, config)
         self.has_segments = config.pairs and _takes_segments(tokenizer, source, config)
         self._prompt = config.prompt
+        self._config = config
+        self._expansion = _expansion_id(tokenizer, source, config) if config.expand_to else 0
+        self.skipped = tuple(_known_ids(tokenizer, config.skipped_words))
         self._backend = tokenizer.backend_tokenizer
         if config.lower_case:
             own_normalizers = [] if self._backend.normalizer is None else [self._backend.normalizer]
@@ -60,9 +63,14 @@ class TextTokenizer:
         if self.has_segments:
             ids = [_pack_segments(encoded) for encoded in encoded_texts]
         else:
-            ids = [encoded.ids for encoded in encoded_texts]
+            ids = [self._expand(encoded.ids) for encoded in encoded_texts]
         self._check_shortest(texts, ids, first)
         return ids
+
+    def _expand(self, ids: list[int]) -> list[int]:
+        """Return the ids of a query with those of the token that fills it up."""
+        token = self._expansion if self._config.attend_expansion else -1 - self._expansion
+        return ids + [token] * (self._config.expand_to - len(ids))
 
     def _with_prompt(self, text: Item) -> str | tuple[str, str]:
         if isinstance(text, Pair):
@@ -93,6 +101,23 @@ class TextTokenizer:
         return text_positions[0], max(len(mask) - 1 - text_positions[-1], 0)
 
 
+def _expansion_id(tokenizer: Any, source: ModelSource, config: EncodingConfig) -> int:
+    """Return the id of the token that fills queries up: the files', the mask, or the end of a text."""
+    token = config.expansion_token or tokenizer.mask_token or tokenizer.eos_token
+    known = list(_known_ids(tokenizer, (token,))) if token is not None else []
+    if not known:
+        raise RequestError(f"the tokenizer of {source.reference!r} has no token {token!r}, which fills its queries up")
+    return known[0]
+
+
+def _known_ids(tokenizer: Any, words: Sequence[str]) -> Iterator[int]:
+    """Yield the ids of the words that are tokens."""
+    for word in words:
+        token = tokenizer.convert_tokens_to_ids(word)
+        if token is not None and (token != tokenizer.unk_token_id or word == tokenizer.unk_token):
+            yield token
+
+
 def _pack_segments(encoded: Any) -> list[int]:
     return [token + SEGMENT * segment for token, segment in zip(encoded.ids, encoded.type_ids, strict=True)]
 
@@ -105,7 +130,7 @@ def _takes_segments(tokenizer: Any, source: ModelSource, config: EncodingConfig)
 
 def must_be_alone(source: ModelSource, config: EncodingConfig) -> bool:
     """Return whether a text must be a batch of its own: padding changes its vector, or it is not proven that it does not."""
-    isolation = isolation_of(source, states=config.output == "embeddings")
+    isolation = isolation_of(source, states=gives_states(config))
     return not isolation.proven or isolation.padding == "none"
 
 
