@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from upshift.cli import tables
+from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
 from upshift.cli.options import Engine, Json, MaxLatency, Model, Overwrite, Quality, RaceSeconds, option
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
@@ -25,7 +26,8 @@ Input = Annotated[
     option(
         "--input", "-i",
         text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt". For a '
-        'cross-encoder: .jsonl with the fields "query" and "document", or "text" and "text_pair".',
+        'cross-encoder: .jsonl with the fields "query" and "document", or "text" and "text_pair". For images and sounds: a '
+        'folder of them, or .jsonl with the field "image" or "audio", the path of a file.',
         panel=Panel.MODEL, metavar="PATH",
     ),
 ]  # fmt: skip
@@ -62,12 +64,17 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Turn texts into vectors, or texts or pairs of texts into scores. Tests the installed engines on some texts, and uses the
-    fastest one."""
+    """Turn texts, images or sounds into vectors, or texts or pairs of texts into scores. Tests the installed engines on some of
+    the input, and uses the fastest one."""
     wait_briefly()
     from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
+    from upshift.inference.media.items import holds_media
     from upshift.inference.weights import find_weights
 
+    if holds_media(texts):
+        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        encode_media(model, texts, output, MediaOptions(quality, engine, race_seconds, overwrite, as_json))
+        return
     check_files(texts, output, overwrite=overwrite)
     check_query(texts, query)
     checked_task = check_task(task, has_query=query is not None)

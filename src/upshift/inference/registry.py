@@ -27,7 +27,7 @@ from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.versions import install_command
 
-Task = Literal["encode", "generate", "seq2seq"]
+Task = Literal["encode", "generate", "seq2seq", "media"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
     "fp32",
@@ -169,6 +169,7 @@ PACKAGES: dict[Task, str] = {
     "encode": "upshift.inference.encoding",
     "generate": "upshift.inference.generation",
     "seq2seq": "upshift.inference.generation",
+    "media": "upshift.inference.media",
 }
 ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the reference first, then by the time to convert a model
@@ -177,6 +178,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         "",
         {
             "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
+            "media": EngineFactory("torch_media:TorchMediaEngine", ("fp32", "tf32", "bf16"), ON_GPU),
             "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
         },
@@ -210,6 +212,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         "openvino",
         {
             "encode": EngineFactory("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
+            "media": EngineFactory("openvino_media:OpenVinoMediaEngine", ("fp32", "bf16")),
             "generate": EngineFactory("openvino_decoder:build_decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
             "seq2seq": EngineFactory("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
@@ -245,6 +248,7 @@ NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures 
         "encode": EngineFactory("null_engine:NullEngine", ("fp32",)),
         "generate": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
         "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "media": EngineFactory("null_media:NullMediaEngine", ("fp32",)),
     },
 )
 

@@ -40,7 +40,16 @@ ZEROS = bytes(2**20)
 def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
     """Raise RequestError if the input cannot be read, or the output cannot be written."""
     check_texts(texts, "--input")
-    check_output(output, tuple(dict.fromkeys(VECTOR_SUFFIXES + LIST_SUFFIXES)), texts, overwrite=overwrite)
+    _check_output(output, tuple(dict.fromkeys(VECTOR_SUFFIXES + LIST_SUFFIXES)), texts, overwrite=overwrite)
+
+
+def check_vector_output(input_path: Path, output: Path, *, overwrite: bool = False) -> None:
+    """Raise RequestError if an output of rows of one length cannot be written."""
+    _check_output(output, VECTOR_SUFFIXES, input_path, overwrite=overwrite)
+
+
+def _check_output(output: Path, suffixes: tuple[str, ...], input_path: Path, *, overwrite: bool) -> None:
+    check_output(output, suffixes, input_path, overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
 
