@@ -54,7 +54,13 @@ def read_media_config(source: ModelSource) -> MediaConfig:
     return MediaConfig(kind="pooled output", modalities=encoded)
 
 
+def _is_bare(model: Any) -> bool:
+    """Return whether a model's class has no head: AutoModel would take it."""
+    return type(model).__name__ in _class_names("MODEL_MAPPING_NAMES")
+
+
 def _class_names(table: str) -> set[str]:
+    """Return the names of all classes in one of transformers' tables."""
     names: set[str] = set()
     for value in getattr(CLASS_NAMES.get(), table, {}).values():
         names.update((value,) if isinstance(value, str) else value)
@@ -78,7 +84,7 @@ class MediaForward(torch.nn.Module):
         self.method = METHODS[modality] if config.kind == "features" else "forward"
         self.model = model
         if config.kind == "pooled output":
-            encoder = model.base_model
+            encoder = model if _is_bare(model) else model.base_model
             self.model = encoder.get_encoder() if encoder.config.is_encoder_decoder else encoder
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -88,10 +94,11 @@ class MediaForward(torch.nn.Module):
             return scores
         if isinstance(output, torch.Tensor):  # of methods before transformers 5
             return output
-        pooled = getattr(output, "pooler_output", None)
-        if pooled is not None:
-            rows: torch.Tensor = pooled.flatten(1)  # of a convolutional model [B, C, 1, 1]
-            return rows
+        for name in ("image_embeds", "pooler_output"):
+            pooled = getattr(output, name, None)
+            if pooled is not None:
+                rows: torch.Tensor = pooled.flatten(1)  # of a convolutional model [B, C, 1, 1]
+                return rows
         states: torch.Tensor = output.last_hidden_state
         return states.mean(1) if states.dim() == 3 else states.flatten(2).mean(2)
 
