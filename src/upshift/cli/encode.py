@@ -71,15 +71,23 @@ def command(
     from upshift.inference.media.items import holds_media
     from upshift.inference.weights import find_weights
 
+    media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)
     if holds_media(texts):
         refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
-        encode_media(model, texts, output, MediaOptions(quality, engine, race_seconds, overwrite, as_json))
+        encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
     check_query(texts, query)
     checked_task = check_task(task, has_query=query is not None)
     has_pairs = query is not None or holds_pairs(texts)
-    find_weights(model)  # a wrong path is refused before libraries are imported
+    source = find_weights(model)  # a wrong path is refused before libraries are imported
+    with importing():
+        from upshift.inference.media.model import encodes_media
+
+    if encodes_media(source):  # texts that are compared with images or sounds
+        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        encode_media(model, texts, output, media_options)
+        return
     with importing():
         from upshift.inference.encoding.cross_encoder import CrossEncoder
         from upshift.inference.encoding.encoder import Encoder

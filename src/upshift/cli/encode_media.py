@@ -33,7 +33,7 @@ def refuse_options(**values: object) -> None:
     for name, value in values.items():
         if value is not None:
             option = name.replace("_", "-")
-            raise RequestError(f"--{option} {value} is for texts, and --input has images or sounds; leave it out")
+            raise RequestError(f"--{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
 
 
 def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:

@@ -230,15 +230,30 @@ def test_bad_images_are_refused(tmp_path: Path, upshift: Command) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--query", "a"], "--query a is for texts"),
-        (["--task", "query"], "--task query is for texts"),
-        (["--max-latency-ms", "5"], "--max-latency-ms 5.0 is for texts"),
+        (["--query", "a"], "--query a is for models of texts"),
+        (["--task", "query"], "--task query is for models of texts"),
+        (["--max-latency-ms", "5"], "--max-latency-ms 5.0 is for models of texts"),
     ],
 )
 def test_options_of_texts_are_refused(options: list[str], words: str, tmp_path: Path, upshift: Command) -> None:
     write_files(tmp_path / "files", "audio")
     answer = upshift("encode", "m", "-i", str(tmp_path / "files"), "-o", str(tmp_path / "rows.npy"), *options)
     assert answer.code == 2 and words in answer.err.replace("\n", " ")
+
+
+@pytest.mark.usefixtures("no_race")
+def test_texts_for_a_model_of_images(tmp_path: Path, upshift: Command) -> None:
+    """A file of texts alone goes to the same features, and a model that reads none says so."""
+    (tmp_path / "texts.txt").write_text("a cat\na dog that runs\n")
+    output = tmp_path / "rows.npy"
+    folder = saved(tmp_path / "clip", "clip")
+    answer = upshift("encode", str(folder), "-i", str(tmp_path / "texts.txt"), "-o", str(output))
+    assert answer.code == 0, answer.err
+    expected = MediaEncoder(str(folder)).encode([{"text": "a cat"}, {"text": "a dog that runs"}])
+    np.testing.assert_allclose(np.load(output), expected, atol=1e-6)
+    speech = saved(tmp_path / "speech", "wav2vec2")
+    answer = upshift("encode", str(speech), "-i", str(tmp_path / "texts.txt"), "-o", str(tmp_path / "x.npy"))
+    assert answer.code == 2 and "texts.txt line 1 is of kind text, and" in answer.err.replace("\n", " ")
 
 
 def test_models_that_read_neither(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference.resumable_output import is_text, parse_object
+from upshift.inference.resumable_output import is_text, parse_object, read_lines
 
 Modality = Literal["image", "audio", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
@@ -50,11 +50,14 @@ def holds_media(path: Path) -> bool:
 
 
 def read_media(path: Path) -> list[MediaItem]:
-    """Return the items of an input: the files of a folder by name, or the lines of a .jsonl file.
+    """Return the items of an input: the files of a folder by name, or the lines of a .jsonl file, or of a .txt file of texts.
 
     Raise RequestError with the file or the line that is no item. Paths in a .jsonl file are relative to its folder."""
     if path.is_dir():
         return _read_folder(path)
+    if path.suffix == ".txt":
+        texts = read_lines(path, lambda line, name: line)
+        return [MediaItem("text", text, f"{path} line {number}") for number, text in enumerate(texts, start=1)]
     items = []
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):

@@ -32,11 +32,24 @@ class MediaConfig(Value):
     modalities: tuple[Modality, ...]
 
 
+def encodes_media(source: ModelSource) -> bool:
+    """Return whether a model reads no texts, or compares them with images or sounds, so that MediaEncoder takes its texts."""
+    model_class = find_architecture(source.hf_config, source.reference).model_class
+    names = _inputs_of(model_class)
+    has_methods = sum(hasattr(model_class, method) for method in METHODS.values()) > 1
+    return bool(names) and ("text" not in names or (has_methods and not model_class.can_generate()))
+
+
+def _inputs_of(model_class: Any) -> tuple[str, ...]:
+    """Return what a class says that it reads."""
+    declared = model_class.input_modalities
+    return (declared,) if isinstance(declared, str) else tuple(declared or ())
+
+
 def read_media_config(source: ModelSource) -> MediaConfig:
     """Return what the model's class reads and gives. Raise RequestError if it encodes neither images nor sounds."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
-    declared = model_class.input_modalities
-    names = (declared,) if isinstance(declared, str) else tuple(declared or ())
+    names = _inputs_of(model_class)
     modalities = tuple(modality for modality in MODALITIES if modality in names)
     if set(modalities) <= {"text"}:
         raise RequestError(
