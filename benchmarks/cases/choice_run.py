@@ -51,7 +51,8 @@ def whole(request: dict[str, Any]) -> None:
 
 
 def _encode(request: dict[str, Any], setup: Any) -> Any:
-    from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
+    from upshift.inference.encoding.encoder import Encoder
+    from upshift.inference.encoding.raced_model import SAMPLE_TEXTS
     from upshift.inference.encoding.run import Encoding
     from upshift.inference.race.types import pick_evenly
 

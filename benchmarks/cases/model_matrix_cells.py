@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import upshift
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.encoder import must_be_alone
 from upshift.inference.encoding.engines.base import check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
+from upshift.inference.encoding.text_tokenizer import must_be_alone
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task, pads_safely
 from upshift.inference.registry import EngineSetup, build_engine

@@ -13,8 +13,10 @@ if TYPE_CHECKING:  # the same names for mypy, pyright and editors, which do not 
     from upshift.hardware.catalog.lookup import describe as describe
     from upshift.hardware.detect import detect as detect
     from upshift.hardware.spec import Host as Host
+    from upshift.inference.encoding.cross_encoder import CrossEncoder as CrossEncoder
     from upshift.inference.encoding.encoder import Encoder as Encoder
     from upshift.inference.generation.generator import Generator as Generator
+    from upshift.inference.media.encoder import MediaEncoder as MediaEncoder
     from upshift.loading.load import load_model as load_model
     from upshift.models.inspect import inspect as inspect
     from upshift.models.profile import ModelProfile as ModelProfile
@@ -33,7 +35,9 @@ _MODULE_OF = {
     "tune": "upshift.tuning.tune",
     "Trainer": "upshift.tuning.trainer",
     "Seq2SeqTrainer": "upshift.tuning.trainer",
+    "CrossEncoder": "upshift.inference.encoding.cross_encoder",
     "Encoder": "upshift.inference.encoding.encoder",
+    "MediaEncoder": "upshift.inference.media.encoder",
     "Generator": "upshift.inference.generation.generator",
     "compare": "upshift.benchmarking.ab_test",
     "inspect": "upshift.models.inspect",

@@ -1,5 +1,5 @@
-"""Run ``upshift encode``: turn the texts of a file into vectors, or into scores of texts or tokens, by the fastest engine that
-has the requested quality."""
+"""Run ``upshift encode``: turn the texts of a file into vectors, or into scores of texts, pairs of texts or tokens, by the
+fastest engine that has the requested quality."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from rich.table import Table
 
 from upshift.cli import tables
+from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
 from upshift.cli.options import Engine, Json, MaxLatency, Model, Overwrite, Quality, RaceSeconds, option
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
@@ -22,15 +24,29 @@ from upshift.settings import wait_briefly
 Input = Annotated[
     Path,
     option(
-        "--input", "-i", text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt".',
+        "--input", "-i",
+        text='The texts: a .txt file with one text in each line, or .jsonl with the field "text" or "prompt". For a '
+        'cross-encoder: .jsonl with the fields "query" and "document", or "text" and "text_pair". For images and sounds: a '
+        'folder of them, or .jsonl with the field "image" or "audio", the path of a file.',
         panel=Panel.MODEL, metavar="PATH",
+    ),
+]  # fmt: skip
+Query = Annotated[
+    str | None,
+    option("--query", text="Score each text of --input for this query, with a cross-encoder.", panel=Panel.MODEL, metavar="TEXT"),
+]
+Task = Annotated[
+    str | None,
+    option(
+        "--task", panel=Panel.MODEL, metavar="NAME",
+        text="What the texts are: query or document, for models that encode the two in different ways.",
     ),
 ]  # fmt: skip
 Output = Annotated[
     Path,
     option(
         "--output", "-o", panel=Panel.OUTPUT, metavar="PATH",
-        text="The file for the results: .npy or .parquet, or for scores of tokens .parquet or .jsonl.",
+        text="The file for the results: .npy or .parquet. For results of tokens, and sparse vectors: .parquet or .jsonl.",
     ),
 ]  # fmt: skip
 
@@ -39,6 +55,8 @@ def command(
     model: Model,
     texts: Input,
     output: Output,
+    query: Query = None,
+    task: Task = None,
     quality: Quality = "exact",
     engine: Engine = None,
     max_latency_ms: MaxLatency = None,
@@ -46,30 +64,49 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Turn texts into vectors or scores. Tests the installed engines on some texts, and uses the fastest one."""
+    """Turn texts, images or sounds into vectors, or texts or pairs of texts into scores. Tests the installed engines on some of
+    the input, and uses the fastest one."""
     wait_briefly()
-    from upshift.inference.encoding.files import check_files
+    from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
+    from upshift.inference.media.items import holds_media
     from upshift.inference.weights import find_weights
 
+    media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)
+    if holds_media(texts):
+        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        encode_media(model, texts, output, media_options)
+        return
     check_files(texts, output, overwrite=overwrite)
-    find_weights(model)  # a wrong path is refused before libraries are imported
+    check_query(texts, query)
+    checked_task = check_task(task, has_query=query is not None)
+    has_pairs = query is not None or holds_pairs(texts)
+    source = find_weights(model)  # a wrong path is refused before libraries are imported
     with importing():
+        from upshift.inference.media.model import encodes_media
+
+    if encodes_media(source):  # texts that are compared with images or sounds
+        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        encode_media(model, texts, output, media_options)
+        return
+    with importing():
+        from upshift.inference.encoding.cross_encoder import CrossEncoder
         from upshift.inference.encoding.encoder import Encoder
-        from upshift.inference.encoding.files import check_form, read_texts
+        from upshift.inference.encoding.files import check_form, read_items
         from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
     with tables.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(
+        kind = CrossEncoder if has_pairs else partial(Encoder, task=checked_task)
+        encoder = kind(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=run_printer("texts/s"),
         )  # fmt: skip
         check_form(output, encoder.config.output)
         total = count_lines(texts)
-        encoder.check_lengths(read_texts(texts))
-        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
+        encoder.check_lengths(read_items(texts, query))
+        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
     start = time.perf_counter()
-    num_encoded = _encode(encoder, texts, output, total)
+    num_encoded = _encode(encoder, texts, query, output, total)
     seconds = time.perf_counter() - start
     race: Any = encoder.race
     if as_json:
@@ -88,24 +125,25 @@ def command(
     tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 
 
-def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
+def _encode(encoder: Any, texts: Path, query: str | None, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import Rows, TokenRows, read_texts
+    from upshift.inference.encoding.files import LISTS, Rows, read_items
+    from upshift.inference.encoding.list_rows import ListRows
     from upshift.inference.resumable_output import output_identity, read_blocks
 
     setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
-    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json())
+    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json(), query or "")
     rows: Any
-    if encoder.config.output == "token scores":
-        rows = TokenRows(output, total, identity, encoder.labels)
-        encode = encoder.token_scores
+    if encoder.config.output in LISTS:
+        rows = ListRows(output, total, identity, encoder.config.output, encoder.labels)
+        encode = encoder.token_scores if encoder.config.output == "token scores" else encoder.encode
     else:
         rows = Rows(output, total, identity)
-        encode = encoder.encode
+        encode = encoder.rows
     num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:
         update(num_resumed, total)
-        for block in read_blocks(read_texts(texts), size=rows.block, skip=num_resumed):
+        for block in read_blocks(read_items(texts, query), size=rows.block, skip=num_resumed):
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()
@@ -114,12 +152,18 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
 
 def _describe_row(recipe: Any) -> str:
     """Return a sentence about a row of the output, and the file that determines it."""
+    if recipe.pairs:
+        return f"A row: the scores of a pair, activation {recipe.activation} (by {recipe.said_by})"
     if recipe.output == "class scores":
         return f"A row: class scores (by {recipe.said_by})"
     if recipe.output == "token scores":
         return f"A row: tokens of a text, where each starts and ends, its likeliest label and that score (by {recipe.said_by})"
+    if recipe.output == "sparse vectors":
+        return f"A row: the tokens of the vocabulary with a weight, by {recipe.sparse_pooling} (by {recipe.said_by})"
     normal = ", normalized" if recipe.normalize else ""
     prompt = f", of the prompt {recipe.prompt!r} and the text" if recipe.prompt else ""
+    if recipe.output == "token vectors":
+        return f"A row: a vector for each token{normal}{prompt} (by {recipe.said_by})"
     return f"A row: {recipe.pooling} pooling{normal}{prompt} (by {recipe.said_by})"
 
 

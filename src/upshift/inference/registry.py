@@ -27,7 +27,7 @@ from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.versions import install_command
 
-Task = Literal["encode", "generate", "states", "seq2seq", "as-transformers"]
+Task = Literal["encode", "generate", "states", "seq2seq", "as-transformers", "media"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
     "fp32",
@@ -47,7 +47,7 @@ Precision = Literal[
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
-ENGINE_FOLDERS = {task: "encoding" if task == "encode" else "generation" for task in get_args(Task)}
+ENGINE_FOLDERS = {task: {"encode": "encoding", "media": "media"}.get(task, "generation") for task in get_args(Task)}
 KINDS_OF_TASK: dict[Task, str] = {
     "states": "models with recurrent states, or with images beside text",
     "as-transformers": "models that only transformers' generate() runs",
@@ -177,6 +177,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         "",
         {
             "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
+            "media": EngineFactory("torch_media:TorchMediaEngine", ("fp32", "tf32", "bf16"), ON_GPU),
             "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
             "states": EngineFactory("torch_states:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
@@ -212,6 +213,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         "openvino",
         {
             "encode": EngineFactory("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
+            "media": EngineFactory("openvino_media:OpenVinoMediaEngine", ("fp32", "bf16")),
             "generate": EngineFactory("openvino_decoder:build_decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
             "seq2seq": EngineFactory("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
@@ -249,6 +251,7 @@ NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures 
         "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
         "states": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
         "as-transformers": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "media": EngineFactory("null_media:NullMediaEngine", ("fp32",)),
     },
 )
 

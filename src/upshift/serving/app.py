@@ -30,7 +30,7 @@ from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.batches import Batches, BatchFolder, LineAnswer
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Guard, Limits, RootPath, route_path
-from upshift.serving.messages import Detokenize, Embed, Piece
+from upshift.serving.messages import Detokenize, Embed, Piece, Task
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.openai_requests import (
@@ -46,6 +46,7 @@ from upshift.serving.protocols.anthropic_requests import MessagesPrompt, Message
 from upshift.serving.protocols.batch_addresses import add_batch_addresses
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
+from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
@@ -55,6 +56,12 @@ logger = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second one is nginx's: send each event at once
+TASK_PATHS: dict[Task, str] = {
+    "generate": "/v1/chat/completions or /v1/completions",
+    "encode": "/v1/embeddings, /rerank and /score",
+    "score": "/rerank and /score",
+}
+TASKS: tuple[Task, ...] = tuple(TASK_PATHS)
 SEED_BITS = 62  # of the seed of a request without one
 CORS_HEADERS = ("x-request-id", "retry-after")  # that scripts of other sites may read
 
@@ -149,7 +156,7 @@ class Server:
         self._check_model(request.model)
         chat = request.to_chat()
         chat.check()
-        async with self._load(request.model, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+        async with self._load(request.model, ("generate",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             tokens = await engine.tokens(chat.tokenize_request())
         return {"input_tokens": len(tokens.ids)}
 
@@ -217,7 +224,7 @@ class Server:
 
     async def embed(self, request: EmbeddingRequest) -> Response:
         self._check_model(request.model)
-        async with self._load(request.model, "encode") as (engine, seconds_left), asyncio.timeout(seconds_left):
+        async with self._load(request.model, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             vectors = await engine.vectors(Embed(texts=request.texts(), dimensions=request.dimensions))
         self.metrics.tokens.labels(request.model, "prompt").inc(vectors.tokens)
         data = [
@@ -226,6 +233,23 @@ class Server:
         ]
         usage = {"prompt_tokens": vectors.tokens, "total_tokens": vectors.tokens}
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+    async def rerank(self, request: RerankRequest) -> Response:
+        return await self._score(request)
+
+    async def score(self, request: ScoreRequest) -> Response:
+        return await self._score(request)
+
+    async def _score(self, request: ScoringRequest) -> Response:
+        """Answer with the scores of pairs of texts: a cross-encoder's, or the cosine of embeddings."""
+        name = self._choose_model(request.model)
+        async with self._load(name, ("score", "encode")) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            assert engine.ready is not None
+            reads_pairs = engine.ready.task == "score"
+            vectors = await engine.vectors(engine_request(request, reads_pairs=reads_pairs))
+        self.metrics.tokens.labels(name, "prompt").inc(vectors.tokens)
+        scores = scores_of(request, vectors.rows, reads_pairs=reads_pairs)
+        return JSONResponse(request.answer(name, scores, vectors.tokens))
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
@@ -258,7 +282,7 @@ class Server:
             raise HTTPException(400, f"{request.lora_name!r} is served already; unload it first, or choose another name")
         references = {name: engine.request.model for name, engine in self.pool.engines.items()}
         base, order = await asyncio.to_thread(request.order, folder, references)
-        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+        async with self._load(base, ("generate",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             try:
                 await engine.change_adapters(order)
             except RequestRefused as refused:
@@ -273,7 +297,7 @@ class Server:
         if base is None:
             loaded = ", ".join(self.pool.adapters) or "none"
             raise HTTPException(404, f"the adapter {request.lora_name!r} is not loaded here; loaded are: {loaded}")
-        async with self._load(base, "generate") as (engine, seconds_left), asyncio.timeout(seconds_left):
+        async with self._load(base, ("generate",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             await engine.change_adapters(request.order())
         self.pool.adapters.pop(request.lora_name, None)
         return Response(f"Success: LoRA adapter '{request.lora_name}' removed successfully.", media_type="text/plain")
@@ -292,8 +316,8 @@ class Server:
         if engine.ready is not None:
             description |= engine.ready.model_dump(exclude={"kind"})
         description |= engine.heartbeat.model_dump(exclude={"kind"})
-        encodes = engine.ready is not None and engine.ready.task == "encode"
-        promised_tpot_ms = None if encodes else engine.request.max_tpot_ms
+        generates = engine.ready is None or engine.ready.task == "generate"
+        promised_tpot_ms = engine.request.max_tpot_ms if generates else None
         return description | {"promised_ttft_ms": engine.request.max_ttft_ms, "promised_tpot_ms": promised_tpot_ms}
 
     async def _generate(self, request: TextRequest, path: str) -> Response:
@@ -333,7 +357,7 @@ class Server:
 
     async def _generate_choices(self, request: TextRequest) -> AsyncGenerator[Choice]:
         """Yield the pieces of all texts of a request as they come."""
-        async with self._load(request.model, "generate") as (engine, seconds_left):
+        async with self._load(request.model, ("generate",)) as (engine, seconds_left):
             seed = request.seed if request.seed is not None else secrets.randbits(SEED_BITS)
             prompts = request.prompts()
             self._check_choice_count(engine, len(prompts))
@@ -356,18 +380,20 @@ class Server:
         return prompt if isinstance(prompt, str) else await engine.text(Detokenize(tokens=prompt))
 
     def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
-        """Return what ``_load`` does, for any task. Without a name, there must be one model."""
+        """Return what ``_load`` does, for any task."""
+        return self._load(self._choose_model(name), TASKS)
+
+    def _choose_model(self, name: str | None) -> str:
+        """Return the name of a model that is served here. Without a name, there must be one model."""
         if name is None and len(self.pool.engines) > 1:
             raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
         chosen = next(iter(self.pool.engines)) if name is None else name
         self._check_model(chosen)
-        return self._load(chosen, None)
+        return chosen
 
     @asynccontextmanager
-    async def _load(self, name: str, task: str | None) -> AsyncIterator[tuple[ReplicaSet, float]]:
-        """Yield the loaded engine of a model, or of an adapter's model, and the seconds that remain for the request.
-
-        None allows any task."""
+    async def _load(self, name: str, tasks: tuple[Task, ...]) -> AsyncIterator[tuple[ReplicaSet, float]]:
+        """Yield the loaded engine of a model, or of an adapter's model, and the seconds that remain for the request."""
         name = self.pool.adapters.get(name, name)
         start = time.monotonic()
         limit = self.limits.request_seconds
@@ -382,8 +408,7 @@ class Server:
                     raise
                 logger.error("%s could not be loaded: %s", name, error)  # in words for who started the server, with its paths
                 raise JobFailed(f"{name} could not be loaded; the server's log says why") from None
-            if task is not None:
-                self._check_task(engine, name, task)
+            self._check_task(engine, name, tasks)
             yield engine, limit - (time.monotonic() - start)
 
     def _count_tokens(self, answer: Answer) -> None:
@@ -404,12 +429,11 @@ class Server:
             reason = f"{engine.ready.rows:,} are computed at once, and more wait only as far as --max-waiting allows"
             raise HTTPException(400, f"{count:,} choices are more than this server takes: {reason}; ask for at most {limit:,}")
 
-    def _check_task(self, engine: ReplicaSet, name: str, task: str) -> None:
+    def _check_task(self, engine: ReplicaSet, name: str, tasks: tuple[Task, ...]) -> None:
         """Raise HTTPException if the model does another task than this address."""
         assert engine.ready is not None
-        if engine.ready.task != task:
-            paths = "/v1/embeddings" if engine.ready.task == "encode" else "/v1/chat/completions or /v1/completions"
-            raise HTTPException(400, f"the model {name!r} answers at {paths}")
+        if engine.ready.task not in tasks:
+            raise HTTPException(400, f"the model {name!r} answers at {TASK_PATHS[engine.ready.task]}")
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -450,6 +474,10 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     app.post("/v1/chat/completions", **errors)(server.chat)
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, **errors)(server.rerank)
+    for path in ("/score", "/v1/score"):
+        app.post(path, **errors)(server.score)
     app.post("/v1/responses", **errors)(server.respond)
     app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
     app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)

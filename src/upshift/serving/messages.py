@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from upshift.errors import RequestError
 from upshift.value import Value
 
-Task = Literal["generate", "encode"]
+Task = Literal["generate", "encode", "score"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
 Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids, or the messages of a chat
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
@@ -94,12 +94,21 @@ class Generate(Value):
 
 
 class Embed(Value):
-    """A request for vectors. Each vector is cut to its first ``dimensions`` dimensions. None keeps all dimensions."""
+    """A request for vectors. Each vector is cut to its first ``dimensions`` dimensions. None keeps all dimensions.
+
+    A cross-encoder gives a vector of one score for each pair of texts. ``raw`` leaves out its activation."""
 
     kind: Literal["embed"] = "embed"
     id: int = 0  # the engine numbers them
     texts: tuple[str | tuple[int, ...], ...] = Field(description="texts, or their token ids")
     dimensions: int | None = None
+    pairs: tuple[tuple[str, str], ...] = Field((), description="for a cross-encoder, in place of texts")
+    raw: bool = False
+
+    @property
+    def inputs(self) -> tuple[str | tuple[int, ...] | tuple[str, str], ...]:
+        """Return the texts or the pairs, each of which gets a vector."""
+        return self.texts or self.pairs
 
 
 class Tokenize(Value):

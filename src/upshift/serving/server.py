@@ -141,7 +141,7 @@ async def _run_server(
 def _check_options_are_used(pool: ModelPool, generation_options: Sequence[str]) -> None:
     """Raise RequestError for options of generation if all models encode."""
     tasks = {engine.ready.task if engine.ready is not None else "unknown" for engine in pool.engines.values()}
-    if generation_options and tasks == {"encode"}:
+    if generation_options and tasks <= {"encode", "score"}:
         shown = " and ".join(generation_options)
         raise RequestError(f"only models that generate take {shown}, and all models here encode texts; leave this out")
 

@@ -30,7 +30,7 @@ SCHEMAS: list[Any] = [
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize", "/detokenize", "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/x",
-    "/health",
+    "/health", "/rerank", "/score",
 )  # fmt: skip
 TYPES = (
     "application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", "application/xml",

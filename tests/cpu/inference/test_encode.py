@@ -21,10 +21,12 @@ from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, TextTokenizer
+from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.quantize import rounding_of
+from upshift.inference.encoding.raced_model import SAMPLE_TEXTS
 from upshift.inference.encoding.run import Encoding
+from upshift.inference.encoding.text_tokenizer import TextTokenizer
 from upshift.inference.quantize import quantize
 from upshift.inference.registry import EngineSetup
 from upshift.models.source import ModelSource, find_model
@@ -214,7 +216,7 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
         samples.append(len(sample))
         raise NothingFits("the race itself is another test's")
 
-    monkeypatch.setattr("upshift.inference.encoding.encoder.race", begin)
+    monkeypatch.setattr("upshift.inference.encoding.raced_model.race", begin)
     with pytest.raises(NothingFits):
         Encoder(str(tmp_path), max_latency_ms=limit).prepare_from(take, total)
     assert counts == expected and samples == [min(expected[-1], total)]

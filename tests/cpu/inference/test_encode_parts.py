@@ -22,7 +22,8 @@ from upshift.inference.encoding import contest as contest_module
 from upshift.inference.encoding.engines import openvino_engine
 from upshift.inference.encoding.engines.base import EncoderBuild, batch_by_length, pad_batches
 from upshift.inference.encoding.engines.openvino_engine import OpenVinoEngine
-from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
+from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
+from upshift.inference.encoding.list_rows import ListRows
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import TokenScores, example_batches, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
@@ -117,7 +118,7 @@ def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
         ({"pooling_mode_weightedmean_tokens": True}, [], "weightedmean"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, [], "mean, max"),
         ({"pooling_mode": ["mean", "lasttoken"]}, [], "mean, lasttoken"), ({"pooling_mode": "weightedmean"}, [], "weightedmean"),
-        ({"pooling_mode_mean_tokens": True}, ["Dense"], "Dense module"),
+        ({"pooling_mode_mean_tokens": True}, ["LSTM"], "LSTM module"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, pooling: dict[str, object], more: list[str], message: str) -> None:
@@ -150,12 +151,12 @@ TOKENS = [
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_token_rows_go_on_where_they_stopped(tmp_path: Path, name: str) -> None:
-    first = TokenRows(tmp_path / name, 3, "a setup", ("O", "X"))
+    first = ListRows(tmp_path / name, 3, "a setup", "token scores", ("O", "X"))
     first.add(TOKENS[:1])
     with (tmp_path / f"{name}.partial").open("a") as file:
         file.write('{"token": ["of a block that was not')
     first.close()
-    again = TokenRows(tmp_path / name, 3, "a setup", ("O", "X"))
+    again = ListRows(tmp_path / name, 3, "a setup", "token scores", ("O", "X"))
     assert again.done == 1 and not (tmp_path / name).exists()
     again.add(TOKENS[1:])
     again.finish()

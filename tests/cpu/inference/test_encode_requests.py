@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerFast
 import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import Encoder, TextTokenizer
+from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.files import Rows, check_files, read_texts
 from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.run import Encoding
+from upshift.inference.encoding.text_tokenizer import TextTokenizer
 from upshift.inference.registry import EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines, UnfinishedOutput
 from upshift.models.config import padding_of

@@ -63,9 +63,10 @@ def test_shorter_keys_give_the_numbers_of_torchs_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_key_heads", [1, 2, 4])
 def test_attention_counts_each_query_head(num_key_heads: int, tmp_path: Path) -> None:
-    """Every head of queries is multiplied with keys, also where several heads share them (torch 2.11's own formulas refuse that)."""
+    """Every head of queries is multiplied with keys, also where several heads share them. torch 2.11's own formulas refuse that."""
     config = LlamaConfig(**{**SIZES, "num_key_value_heads": num_key_heads})
-    run = tracer_of(config, "LlamaForCausalLM", tmp_path).measure(VARIANT._replace(attention="sdpa"), batch=2, sequence=48)
+    tracer = tracer_of(config, "LlamaForCausalLM", tmp_path)
+    run = tracer.measure(VARIANT._replace(attention="sdpa"), batch=2, sequence=48)
     product = 2 * 2 * 4 * 48 * 48 * 8 // 2  # of 2 rows, 4 heads of size 8, 48 queries and 48 keys; causal: half
     for passes, number in ((run.forward, 2), (run.backward, 5)):  # backward: 2 products each, and the scores again
         flops = [interval.attention_flops for interval in passes.values() if interval.attention_flops]

@@ -22,6 +22,7 @@ from upshift.serving.model_pool import ModelPool
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize", "/detokenize", "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/rerank", "/score",
 )  # fmt: skip
 GOOD = {
     "/v1/completions": {"model": "m", "prompt": "x"},

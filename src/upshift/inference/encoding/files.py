@@ -9,30 +9,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference.encoding.model_config import Output
-from upshift.inference.encoding.run import TokenScores
+from upshift.inference.encoding.model_config import Output, Task, read_task
+from upshift.inference.encoding.text_pair import Item, Pair
 from upshift.inference.resumable_output import (
-    UnfinishedLines,
     UnfinishedOutput,
     check_output,
     is_empty,
     is_text,
     parse_object,
-    read_blocks,
     read_lines,
 )
 
 INPUTS = (".txt", ".jsonl")
 TEXT_KEYS = ("text", "prompt")  # the second is that of files for upshift generate
+PAIR_KEYS = (("query", "document"), ("text", "text_pair"))  # the second is that of transformers' pipelines
 VECTOR_SUFFIXES = (".npy", ".parquet")  # of outputs whose rows have one length
 LIST_SUFFIXES = (".parquet", ".jsonl")  # of outputs whose rows have different lengths
+LISTS: tuple[Output, ...] = ("token scores", "sparse vectors", "token vectors")  # results whose rows have different lengths
 PARQUET_ROWS = 65_536  # per row group
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a file system that cannot reserve space
 ZEROS = bytes(2**20)
@@ -41,7 +40,16 @@ ZEROS = bytes(2**20)
 def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
     """Raise RequestError if the input cannot be read, or the output cannot be written."""
     check_texts(texts, "--input")
-    check_output(output, tuple(dict.fromkeys(VECTOR_SUFFIXES + LIST_SUFFIXES)), texts, overwrite=overwrite)
+    _check_output(output, tuple(dict.fromkeys(VECTOR_SUFFIXES + LIST_SUFFIXES)), texts, overwrite=overwrite)
+
+
+def check_vector_output(input_path: Path, output: Path, *, overwrite: bool = False) -> None:
+    """Raise RequestError if an output of rows of one length cannot be written."""
+    _check_output(output, VECTOR_SUFFIXES, input_path, overwrite=overwrite)
+
+
+def _check_output(output: Path, suffixes: tuple[str, ...], input_path: Path, *, overwrite: bool) -> None:
+    check_output(output, suffixes, input_path, overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
 
@@ -60,7 +68,7 @@ def check_form(output: Path, result: Output) -> None:
     """Raise RequestError if the output's suffix does not suit the model's results."""
     suffixes = VECTOR_SUFFIXES
     description = "rows of one length"
-    if result == "token scores":
+    if result in LISTS:
         suffixes = LIST_SUFFIXES
         description = "rows that differ in length"
     if output.suffix not in suffixes:
@@ -86,6 +94,52 @@ def _parse_line(line: str, name: str) -> str:
     if unknown is not None:
         raise RequestError(f'{name} has a key {unknown!r}, which is not used; leave it out, and write {{"{key}": "..."}}')
     return str(record[key])
+
+
+def holds_pairs(path: Path) -> bool:
+    """Return whether the first line of a file is a pair of texts for a cross-encoder."""
+    if path.suffix == ".txt":
+        return False
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        record = parse_object(file.readline())
+    return record is not None and any(key in record for _, key in PAIR_KEYS)
+
+
+def check_query(path: Path, query: str | None) -> None:
+    """Raise RequestError if there is a query, and the file has its own queries."""
+    if query is not None and not is_text(query):
+        raise RequestError(f"--query {query!r:.80} is no text of Unicode characters")
+    if query is not None and holds_pairs(path):
+        raise RequestError(f"--input {path} has pairs of texts already; leave --query out, or give a file of texts")
+
+
+def check_task(task: str | None, *, has_query: bool) -> Task | None:
+    """Return the task. Raise RequestError for an unknown task, or one beside a query, which makes pairs."""
+    if task is not None and has_query:
+        raise RequestError(f"--task {task} is for single texts, and --query makes pairs; leave one of them out")
+    return read_task(task)
+
+
+def read_items(path: Path, query: str | None) -> Iterator[Item]:
+    """Yield the texts or the pairs of a file. With a query, yield the pair of the query and each text."""
+    if query is not None:
+        return (Pair(query, text) for text in read_texts(path))
+    return read_pairs(path) if holds_pairs(path) else read_texts(path)
+
+
+def read_pairs(path: Path) -> Iterator[Pair]:
+    """Yield the pairs of a .jsonl file, whose lines have PAIR_KEYS. Raise RequestError with the number of another line."""
+    return cast("Iterator[Pair]", read_lines(path, _parse_pair))
+
+
+def _parse_pair(line: str, name: str) -> Pair:
+    record = parse_object(line) or {}
+    keys = next((keys for keys in PAIR_KEYS if set(keys) == set(record)), PAIR_KEYS[0])
+    texts = [record.get(key) for key in keys]
+    if not all(map(is_text, texts)) or len(record) != len(keys):
+        forms = " or ".join(f'{{"{first}": "...", "{second}": "..."}}' for first, second in PAIR_KEYS)
+        raise RequestError(f"{name} is no pair of texts of Unicode characters; write {forms} on each line")
+    return Pair(*map(str, texts))
 
 
 class Rows:
@@ -128,13 +182,13 @@ class Rows:
         complete_file = self._file.partial
         if self._file.output.suffix == ".parquet":
             complete_file = complete_file.with_name(f"{self._file.output.name}.writing")
-            with self._file.writing(), _removed_on_failure(complete_file):
+            with self._file.writing(), removed_on_failure(complete_file):
                 _write_parquet(self._rows, complete_file)
         self._file.finish(complete_file)
 
 
 @contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def removed_on_failure(path: Path) -> Iterator[None]:
     """Remove a file that could not be written completely, which may fill the disk."""
     try:
         yield
@@ -169,69 +223,3 @@ def _write_parquet(rows: np.ndarray, path: Path) -> None:
         for start in range(0, len(rows), PARQUET_ROWS):
             values = pyarrow.array(np.ascontiguousarray(rows[start : start + PARQUET_ROWS]).reshape(-1))
             writer.write_table(pyarrow.table([pyarrow.FixedSizeListArray.from_arrays(values, width)], schema=schema))
-
-
-DIGITS = 7  # after the decimal point: the precision of fp32 near 1
-
-
-class TokenRows:
-    """An output of token scores, with ``identity`` as for ``Rows``.
-
-    A row has lists of one length: the tokens, the offsets where each starts and ends in the text, its likeliest label and
-    that label's score. Rows are JSON lines until the output is complete."""
-
-    block = 4096  # texts in memory at once, with the scores of all labels
-
-    def __init__(self, output: Path, total: int, identity: str, labels: tuple[str, ...]) -> None:
-        self._lines = UnfinishedLines(output, total, identity)
-        self._labels = labels
-
-    @property
-    def done(self) -> int:
-        return self._lines.done
-
-    def add(self, results: list[TokenScores]) -> None:
-        self._lines.add(map(self._row, results))
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def finish(self) -> None:
-        """Put the whole output in place."""
-        output = self._lines.output
-        partial = self._lines.partial
-        if output.suffix != ".parquet":
-            self._lines.finish()
-            return
-        complete_file = partial.with_name(f"{output.name}.writing")
-        with self._lines.writing(), partial.open("rb") as lines, _removed_on_failure(complete_file):
-            _write_token_parquet(read_blocks(lines, size=self.block), complete_file)
-        self._lines.finish(complete_file)
-
-    def _row(self, result: TokenScores) -> dict[str, list[Any]]:
-        likeliest = result.scores.argmax(axis=1)
-        return {
-            "token": result.tokens,
-            "start": result.offsets[:, 0].tolist(),
-            "end": result.offsets[:, 1].tolist(),
-            "label": [self._labels[index] for index in likeliest],
-            "score": np.round(result.scores.max(axis=1).astype(np.float64), DIGITS).tolist(),
-        }
-
-
-def _write_token_parquet(blocks: Iterator[list[bytes]], path: Path) -> None:
-    """Write blocks of JSON lines as Parquet."""
-    import pyarrow
-    from pyarrow import json as arrow_json
-    from pyarrow import parquet
-
-    strings = pyarrow.list_(pyarrow.string())
-    numbers = pyarrow.list_(pyarrow.int32())
-    scores = pyarrow.list_(pyarrow.float32())
-    schema = pyarrow.schema([("token", strings), ("start", numbers), ("end", numbers), ("label", strings), ("score", scores)])
-    parse = arrow_json.ParseOptions(explicit_schema=schema)
-    with parquet.ParquetWriter(path, schema) as writer:
-        for lines in blocks:
-            data = b"".join(lines)
-            options = arrow_json.ReadOptions(block_size=len(data) + 1)  # one block: a line in two blocks is an error
-            writer.write_table(arrow_json.read_json(BytesIO(data), read_options=options, parse_options=parse))

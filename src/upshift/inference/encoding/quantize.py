@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from upshift.inference.encoding.contest import run_setup
-from upshift.inference.encoding.encoder import TextTokenizer
 from upshift.inference.encoding.engines.base import EncoderBuild, model_class
 from upshift.inference.encoding.engines.openvino_engine import calibrate, export
 from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.run import example_batches
+from upshift.inference.encoding.text_tokenizer import TextTokenizer
 from upshift.inference.generation.engines.openvino_export import int4_weights
 from upshift.inference.quantize import Bits, ModelFile, Rounding
 from upshift.inference.registry import EngineSetup

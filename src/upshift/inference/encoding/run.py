@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine, batch_by_length, pad_batches
+from upshift.inference.encoding.dense import Dense
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine, batch_by_length, export_folder, pad_batches
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.registry import EngineSetup, build_engine
-from upshift.inference.weights import engine_folder
 from upshift.models.config import stable_positions_in, text_configs
 from upshift.models.source import ModelSource
 
@@ -34,43 +34,87 @@ class Encoding:
         self.setup = setup
         self.pad = pad
         self._border = stable_positions_in(text_configs(source.hf_config)[0])
-        folder = engine_folder("encode", source, setup.engine)
-        build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad))
+        folder = export_folder(source, config, setup.engine)
+        build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad, segments=config.segments))
+        self._dense = [Dense(source.directory / name) for name in config.dense] if source.directory is not None else []
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
-    def rows(self, ids: list[list[int]]) -> np.ndarray:
+    def rows(self, ids: list[list[int]], *, raw: bool = False) -> np.ndarray:
         """Return the results for texts, in their order, as fp32.
 
-        They are embeddings [N, H], class scores [N, C], or the scores of the tokens of all texts, text by text, [T, L]."""
+        They are embeddings [N, H], class scores [N, C], or the scores of the tokens of all texts, text by text, [T, L].
+        With ``raw``, the scores of pairs have no activation."""
         result: np.ndarray | None = None
         lengths = [len(row) for row in ids]
         counts = np.ones(len(ids), dtype=int)  # rows of the result for each text
+        kept: list[Array] = []
         if self.config.output == "token scores":
             counts = token_counts(lengths, self.config)
+        elif self.config.output == "token vectors":
+            kept = [self.keeps(row) for row in ids]
+            counts = np.array([row.sum() for row in kept], dtype=int)
         ends = np.cumsum(counts)
-        batches = pad_batches(ids, batch_by_length(lengths, self.setup.batch, border=self._border), pad=self.pad)
+        indices = batch_by_length(lengths, self.setup.batch, border=self._border)
+        batches = pad_batches(ids, indices, pad=self.pad, segments=self.config.segments)
         for batch, output in self.engine.outputs(batches):
-            rows = self._results(batch, output)
+            if raw and self.config.pairs:
+                rows = output
+            elif kept:
+                states = [output[row, : len(kept[index])][kept[index]] for row, index in enumerate(batch.indices)]
+                rows = self._token_vectors(np.concatenate(states))
+            else:
+                rows = self._results(batch, output)
             if result is None:
                 result = np.empty((ends[-1], rows.shape[1]), dtype=np.float32)
             row_indices = [np.arange(ends[index] - counts[index], ends[index]) for index in batch.indices]
             result[np.concatenate(row_indices)] = rows
         return np.empty((0, 0), dtype=np.float32) if result is None else result
 
+    def keeps(self, ids: list[int]) -> Array:
+        """Return which tokens [S] of a text get a vector."""
+        row = np.array(ids, dtype=np.int64)
+        return ~np.isin(np.where(row < 0, -1 - row, row), self.config.skipped)
+
+    def _token_vectors(self, vectors: Array) -> Array:
+        for dense in self._dense:
+            vectors = dense(vectors)
+        return normalized(vectors) if self.config.normalize else vectors
+
     def _results(self, batch: Batch, output: np.ndarray) -> np.ndarray:
         if self.config.output == "embeddings":
-            return pool(output, batch.mask, self.config)
-        if self.config.output == "class scores":
+            return self._pooled(output, batch)
+        if self.config.output == "sparse vectors":
             return output
+        if self.config.output == "class scores":
+            return activate(output, self.config)
         return score_tokens(output, batch.mask, self.config)
 
+    def _pooled(self, states: Array, batch: Batch) -> Array:
+        if not self._dense:
+            return pool(states, batch.mask, self.config)
+        vectors = pool(states, batch.mask, self.config.changed(normalize=False))
+        for dense in self._dense:
+            vectors = dense(vectors)
+        return normalized(vectors) if self.config.normalize else vectors
 
-def example_batches(sample: list[list[int]], pad: int) -> list[Batch]:
+
+def example_batches(sample: list[list[int]], pad: int, *, segments: bool = False) -> list[Batch]:
     """Return batches of one text each to calibrate on, evenly spread over the lengths of the sample."""
     ordered = sorted((row for row in sample if row), key=len) or [[pad, pad]]
     step = max(len(ordered) // CALIBRATION_BATCHES, 1)
     examples = ordered[::step][:CALIBRATION_BATCHES]
-    return list(pad_batches(examples, [[index] for index in range(len(examples))], pad=pad))
+    return list(pad_batches(examples, [[index] for index in range(len(examples))], pad=pad, segments=segments))
+
+
+def activate(scores: Array, config: EncodingConfig) -> Array:
+    """Return class scores [B, C] fp32 after the activation of the model's files."""
+    if config.activation == "Identity":
+        return scores
+    import torch
+
+    activation = getattr(torch.nn, config.activation)()
+    result: Array = activation(torch.from_numpy(scores)).numpy()
+    return result
 
 
 def pool(states: Array, mask: Array, config: EncodingConfig) -> Array:
@@ -88,8 +132,27 @@ def pool(states: Array, mask: Array, config: EncodingConfig) -> Array:
         pooled = np.einsum("bsh,bs->bh", states, weights) / np.maximum(weights.sum(1, keepdims=True), 1e-9)
     pooled = np.where(mask.any(1, keepdims=True), pooled, 0.0)
     if config.normalize:
-        pooled = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+        pooled = normalized(pooled)
     return pooled.astype(np.float32, copy=False)
+
+
+def normalized(vectors: Array) -> Array:
+    """Return vectors [N, H] of length 1."""
+    result: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return result
+
+
+class SparseVector(NamedTuple):
+    """The tokens of the vocabulary that a text has a weight for, in rising order, and their weights."""
+
+    indices: Array  # [K] int32
+    values: Array  # [K] fp32
+
+    @classmethod
+    def of(cls, weights: Array) -> SparseVector:
+        """Return the weights [V] that are not 0."""
+        indices = np.flatnonzero(weights)
+        return cls(indices.astype(np.int32), weights[indices])
 
 
 class TokenScores(NamedTuple):

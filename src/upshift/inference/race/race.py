@@ -11,11 +11,12 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -82,7 +83,7 @@ class Race(Value):
 def race(
     contest: Contest,
     host: Host,
-    sample: list[list[int]],
+    sample: Sequence[Sequence[Any]],
     policy: RacePolicy,
     *,
     forecast: Callable[[], Forecast],
@@ -94,7 +95,7 @@ def race(
     Args:
         contest: the model and the work.
         host: the machine.
-        sample: token ids of some of the texts.
+        sample: token ids of some of the texts, or some of the images and sounds.
         policy: the bounds.
         forecast: returns the forecast of setups. It is called only if a race needs it.
         no_room: called instead of a race if no result is recalled and the reference does not fit into memory.
@@ -179,7 +180,7 @@ def _read_race(file: Path) -> Race | None:
 def _run_all(
     contest: Contest,
     policy: RacePolicy,
-    sample: list[list[int]],
+    sample: Sequence[Sequence[Any]],
     requested: list[EngineSetup],
     missing: list[EngineSetup],
     make_forecast: Callable[[], Forecast],
@@ -233,7 +234,7 @@ def _run_all(
     )
 
 
-def _first_request(contest: Contest, policy: RacePolicy, sample: list[list[int]], folder: Path) -> RaceRequest:
+def _first_request(contest: Contest, policy: RacePolicy, sample: Sequence[Sequence[Any]], folder: Path) -> RaceRequest:
     """Write the sample to ``folder``, and return a request that names it and no setups yet."""
     request = RaceRequest(
         contest=contest,
@@ -317,7 +318,7 @@ def stream_runs(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skip
             yield Run(setup=setup, failure=failure, temporary=temporary)
 
 
-def _race_folder(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
+def _race_folder(contest: Contest, host: Host, sample: Sequence[Sequence[Any]], setups: list[EngineSetup]) -> Path:
     """Return the folder of the results of the same race. It has a file for each quality, because a race skips setups
     that cannot reach its quality.
 

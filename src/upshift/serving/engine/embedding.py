@@ -1,4 +1,6 @@
-"""Encode texts in an engine's process. Requests that wait together are encoded together, first come, first served."""
+"""Encode texts, or score pairs of texts, in an engine's process.
+
+Requests that wait together are encoded together, first come, first served."""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ import numpy as np
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
+from upshift.inference.encoding.cross_encoder import CrossEncoder
 from upshift.inference.encoding.encoder import Encoder
+from upshift.inference.encoding.run import activate
+from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.serving.engine.scheduler import smooth
@@ -42,9 +47,11 @@ MAX_BATCH_TEXTS = 512  # of several requests that are encoded together
 TokenizedRequest = tuple[Embed, list[list[int]]]  # a request, and the token ids of its texts
 
 
-def serve_embeddings(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
-    """Answer the requests of the inbox until it gives None."""
-    worker = EmbeddingWorker(request)
+def serve_embeddings(
+    request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None], *, reads_pairs: bool = False
+) -> None:
+    """Answer the requests of the inbox until it gives None. With ``reads_pairs``, the model is a cross-encoder."""
+    worker = EmbeddingWorker(request, reads_pairs=reads_pairs)
     send([worker.ready])
     while True:
         refusals: list[Value] = []
@@ -61,10 +68,11 @@ def serve_embeddings(request: EngineRequest, inbox: queue.Queue[Any], send: Call
 class EmbeddingWorker:
     """The encoder of an engine's process, with the requests that wait for it."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, *, reads_pairs: bool = False) -> None:
         start = time.perf_counter()
         self.request = request
-        self.encoder = Encoder(
+        self.reads_pairs = reads_pairs
+        self.encoder: Encoder | CrossEncoder = (CrossEncoder if reads_pairs else Encoder)(
             request.model,
             quality=request.quality,
             engine=request.engine,
@@ -73,7 +81,8 @@ class EmbeddingWorker:
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
-        texts = _expected_texts(request, self.encoder.tokenizer.shortest)
+        expected_texts = _expected_texts(request, self.encoder.tokenizer.shortest)
+        texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
         self.encoding = self.encoder.prepare(texts)
         seconds = {"racing and loading": time.perf_counter() - start}
@@ -82,7 +91,7 @@ class EmbeddingWorker:
         warmup_seconds = time.perf_counter() - start
         self.text_seconds = warmup_seconds / len(texts)
         self.ready = Ready(
-            task="encode",
+            task="score" if reads_pairs else "encode",
             setup=self.encoding.setup.label(),
             rows=MAX_BATCH_TEXTS,
             cache_tokens=None,
@@ -105,7 +114,7 @@ class EmbeddingWorker:
         if isinstance(message, Cancel):
             self.waiting = deque(request for request in self.waiting if request.id != message.id)
             return []
-        wait = self.text_seconds * sum(len(request.texts) for request in self.waiting)
+        wait = self.text_seconds * sum(len(request.inputs) for request in self.waiting)
         if len(self.waiting) > self.request.max_waiting:  # one more than the limit, because the first one is encoded next
             reason = f"{len(self.waiting):,} requests wait already"
             return [Refused(id=message.id, status=429, why=reason, retry_after=wait)]
@@ -119,13 +128,13 @@ class EmbeddingWorker:
     def encode_waiting(self) -> list[Value]:
         """Encode the first waiting requests until MAX_BATCH_TEXTS texts are reached. Return the answers."""
         requests: list[Embed] = []
-        while self.waiting and sum(len(request.texts) for request in requests) < MAX_BATCH_TEXTS:
+        while self.waiting and sum(len(request.inputs) for request in requests) < MAX_BATCH_TEXTS:
             requests.append(self.waiting.popleft())
         answers: list[Value] = []
         tokenized: list[TokenizedRequest] = []
         for request in requests:
             try:
-                tokenized.append((request, self._tokenize(request.texts)))
+                tokenized.append((request, self._tokenize(request.inputs)))
             except Exception as error:  # from the tokenizer, at this request's texts
                 answers.append(Refused.from_error(request.id, error))
         return answers + self._encode(tokenized)
@@ -136,7 +145,7 @@ class EmbeddingWorker:
         start_time = time.perf_counter()
         rows_of_ids = [ids for _, text_ids in requests for ids in text_ids]
         try:
-            rows: np.ndarray = self.encoding.rows(rows_of_ids)
+            rows: np.ndarray = self._rows(rows_of_ids)
         except Exception as error:  # caused by one of the requests
             if len(requests) == 1:
                 return [Refused.from_error(requests[0][0].id, error)]
@@ -150,6 +159,10 @@ class EmbeddingWorker:
             start += len(text_ids)
         return answers
 
+    def _rows(self, ids: list[list[int]]) -> np.ndarray:
+        """Return vectors, or the scores of pairs without their activation, which a request may leave out."""
+        return self.encoding.rows(ids, raw=True) if self.reads_pairs else self.encoding.rows(ids)
+
     def _answer(self, request: Embed, rows: np.ndarray, text_ids: list[list[int]]) -> list[Value]:
         """Return one message per text, because a line has a maximum length. Return a refusal if a vector has numbers
         that are not finite, or if there are too few dimensions."""
@@ -158,6 +171,8 @@ class EmbeddingWorker:
             index = int(is_finite.argmin())
             reason = f"input {index} has no vector of finite numbers: those of the model are too large for its precision"
             return [Refused(id=request.id, status=500, why=reason, failure="OverflowError")]
+        if self.reads_pairs and not request.raw:
+            rows = activate(rows, self.encoder.config)
         if request.dimensions is not None:
             if request.dimensions > rows.shape[1]:
                 reason = f"dimensions is {request.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
@@ -169,10 +184,13 @@ class EmbeddingWorker:
             vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
         return vectors
 
-    def _tokenize(self, texts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """Return the token ids of texts. Token ids are taken as they are, and are not cut as a text is."""
-        text_ids = iter(self.encoder.tokenizer.tokenize([text for text in texts if isinstance(text, str)]))
-        all_ids = [next(text_ids) if isinstance(text, str) else self._check_length(text) for text in texts]
+    def _tokenize(self, texts: Sequence[Any]) -> list[list[int]]:
+        """Return the token ids of texts or pairs. Token ids are taken as they are, and are not cut as a text is."""
+        items = [Pair(*text) if _is_pair(text) else text for text in texts]
+        text_ids = iter(self.encoder.tokenizer.tokenize([item for item in items if isinstance(item, str | Pair)]))
+        all_ids = [next(text_ids) if isinstance(item, str | Pair) else self._check_length(item) for item in items]
+        if self.reads_pairs:  # no client sends token ids, and these hold segments, too
+            return all_ids
         for ids in all_ids:
             check_token_ids(ids, self.vocabulary)
         return all_ids
@@ -189,6 +207,16 @@ class EmbeddingWorker:
                 "reduce the length of the input."
             )
         return list(ids)
+
+
+def _is_pair(text: Any) -> bool:
+    return not isinstance(text, str) and len(text) == 2 and isinstance(text[0], str)
+
+
+def _halve(text: str) -> Pair:
+    """Return a pair of the two halves of a text, as long together as the text."""
+    words = text.split(" ")
+    return Pair(" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :]))
 
 
 def _refuse_chat(request: Tokenize) -> list[int]:

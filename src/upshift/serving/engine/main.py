@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any, TextIO
 
 from upshift.errors import RequestError, UpshiftError
@@ -66,14 +67,18 @@ def _take_share(request: EngineRequest) -> None:
 
 
 def _select_engine(source: Any, request: EngineRequest) -> Any:
-    """Return the function that serves a model of this kind: ``serve_embeddings`` or ``serve_texts``."""
+    """Return the function that serves a model of this kind: ``serve_embeddings``, of texts or of pairs, or ``serve_texts``."""
     from upshift.inference.encoding.model_config import is_encoder, read_encoding_config
     from upshift.inference.generation.model import generation_task
 
     if is_encoder(source):
         config = read_encoding_config(source)
-        if config.output != "embeddings":
-            raise RequestError(f"{source.reference!r} gives {config.output}, which no address of OpenAI's is for") from None
+        is_cross_encoder = config.output == "class scores" and source.hf_config.num_labels == 1
+        if config.output != "embeddings" and not is_cross_encoder:
+            raise RequestError(
+                f"{source.reference!r} gives {config.output}, which no address is for; serve a model that generates, one that "
+                "gives embeddings, or a cross-encoder with one label"
+            )
         if request.options:
             shown = ", ".join(request.options)
             raise RequestError(
@@ -89,7 +94,7 @@ def _select_engine(source: Any, request: EngineRequest) -> Any:
             raise RequestError(f"only models that generate take {shown}, and {source.reference!r} encodes texts; leave this out")
         from upshift.serving.engine.embedding import serve_embeddings
 
-        return serve_embeddings
+        return partial(serve_embeddings, reads_pairs=is_cross_encoder)
     generation_task(source)
     from upshift.serving.engine.generation import serve_texts
 

@@ -11,17 +11,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.encoding.model_config import EncodingConfig
-from upshift.inference.registry import EngineSetup
+from upshift.inference.registry import EngineName, EngineSetup
 from upshift.inference.tokenizer import padded_rows
-from upshift.inference.weights import stored_for
+from upshift.inference.weights import engine_folder, stored_for
 from upshift.models.source import ModelSource
+
+# A token of a pair is its id plus SEGMENT times the number of its segment, so that a row stays a list of integers.
+SEGMENT = 2**32
 
 
 class Engine(Protocol):
     """An engine that encodes."""
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Yield each batch with its token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32.
+        """Yield each batch with its output in fp32: token states [B, S, H], class scores [B, C], logits of tokens [B, S, L], or
+        weights of the vocabulary [B, V].
 
         The batches come in any order."""
         ...
@@ -56,15 +60,20 @@ def run_in_order(
         yield oldest, wait()
 
 
+def gives_states(config: EncodingConfig) -> bool:
+    """Return whether the results follow from the token states of the encoder, and not from a head of the model."""
+    return config.output in ("embeddings", "token vectors")
+
+
 def load_forward(source: ModelSource, config: EncodingConfig) -> Any:
-    """Return the model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of
-    tokens."""
+    """Return the model in fp32, or as it is quantized: a module from the inputs of ``input_names`` to token states, class
+    scores or logits of tokens."""
     import torch
 
     from upshift.loading.load import load_source
 
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
-    forward_once = partial(_encode_two_tokens, config) if config.output == "embeddings" else None
+    forward_once = partial(_encode_two_tokens, config) if gives_states(config) else None
     model = load_source(source, dtype=dtype, model_class=model_class(source, config), run=forward_once)
     return _forward_module(model, config)
 
@@ -78,7 +87,7 @@ def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
 
     if stored_for(source) is not None:  # a format that only one engine reads
         return
-    embeds = config.output == "embeddings"
+    embeds = gives_states(config)
     model = build_empty(model_class(source, config), source.hf_config, torch.float32).eval()
     check_files(source, model, run=partial(_encode_two_tokens, config) if embeds else None, all_used=not embeds)
 
@@ -88,7 +97,7 @@ def model_class(source: ModelSource, encoding_config: EncodingConfig) -> Any:
     from upshift.models.build import encoder_class, find_architecture
 
     model_config = source.hf_config
-    if encoding_config.output == "embeddings":
+    if gives_states(encoding_config):
         return encoder_class(model_config, source.reference)
     return find_architecture(model_config, source.reference).model_class
 
@@ -98,7 +107,7 @@ def _forward_module(model: Any, config: EncodingConfig) -> Any:
 
     from upshift.models.build import encoder_of
 
-    if config.output == "embeddings":
+    if gives_states(config):
         model = encoder_of(model)
 
     class Forward(torch.nn.Module):
@@ -110,7 +119,37 @@ def _forward_module(model: Any, config: EncodingConfig) -> Any:
             result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask)[0]
             return result
 
-    return Forward().eval()
+    class PairForward(Forward):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, token_type_ids=segments)[0]
+            return result
+
+    class SparseForward(Forward):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            logits = super().forward(ids, mask)
+            weights = (logits if mask is None else logits * mask.unsqueeze(-1)).relu().log1p()
+            if config.log1p_twice:
+                weights = weights.log1p()
+            return weights.amax(1) if config.sparse_pooling == "max" else weights.sum(1)
+
+    if config.output == "sparse vectors":
+        return SparseForward().eval()
+    return (PairForward() if config.segments else Forward()).eval()
+
+
+def input_names(config: EncodingConfig) -> tuple[str, ...]:
+    """Return the names of the inputs of ``load_forward``'s module."""
+    return ("ids", "mask", "segments") if config.segments else ("ids", "mask")
+
+
+def export_folder(source: ModelSource, config: EncodingConfig, engine: EngineName) -> Path:
+    """Return the folder of an engine's converted files. A model that is converted with other inputs has another one."""
+    folder = engine_folder("encode", source, engine)
+    if config.segments:
+        return folder / "segments"
+    if config.output == "sparse vectors":
+        return folder / f"sparse-{config.sparse_pooling}{'-twice' if config.log1p_twice else ''}"
+    return folder
 
 
 def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
@@ -123,11 +162,18 @@ def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
 
 
 class Batch(NamedTuple):
-    """A batch of texts, padded on the right. ``indices`` holds the positions of its texts in the input."""
+    """A batch of texts, padded on the right. ``indices`` holds the positions of its texts in the input.
+
+    ``segments`` says of which text of a pair each token is. None: the model is not told."""
 
     ids: np.ndarray  # [B, S] int64
     mask: np.ndarray  # [B, S] int64
     indices: list[int]
+    segments: np.ndarray | None = None  # [B, S] int64
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the inputs of ``load_forward``'s module, in the order of ``input_names``."""
+        return (self.ids, self.mask) if self.segments is None else (self.ids, self.mask, self.segments)
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, *, border: int | None = None) -> list[list[int]]:
@@ -146,7 +192,16 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int, *, border: int | No
     return batches
 
 
-def pad_batches(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
-    """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts."""
+def pad_batches(
+    tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int, segments: bool = False
+) -> Iterator[Batch]:
+    """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts.
+
+    With ``segments``, each token is its id plus SEGMENT times its segment, and the two are separated. A token that is stored
+    as -1 - id is one that no token attends to."""
     for indices in batches:
-        yield Batch(*padded_rows([tokens[index] for index in indices], pad=pad), indices)
+        ids, mask = padded_rows([tokens[index] for index in indices], pad=pad)
+        if (ids < 0).any():
+            mask[ids < 0] = 0
+            ids = np.where(ids < 0, -1 - ids, ids)
+        yield Batch(ids % SEGMENT, mask, indices, ids // SEGMENT) if segments else Batch(ids, mask, indices)

@@ -24,7 +24,7 @@ class ClassifierHead:
         """Return class scores [B, C], or logits of tokens [B, S, L], from states [B, S, H]."""
         self.encoder.states = torch.from_numpy(states)
         with inference_settings(self.setup):
-            output: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).numpy()
+            output: np.ndarray = self.forward(*map(torch.from_numpy, batch.arrays())).numpy()
         return output
 
 

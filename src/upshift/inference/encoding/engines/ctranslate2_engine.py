@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from upshift.atomic_file import make_once, sync_and_rename
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, run_in_order
+from upshift.errors import RequestError
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, gives_states, run_in_order
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter supports
 MAX_STREAMS = 4  # batches at once: the matrix products of one batch are too small for many cores
@@ -23,6 +24,8 @@ class CTranslate2Engine:
     def __init__(self, build: EncoderBuild) -> None:
         import ctranslate2
 
+        if build.config.expand_to and not build.config.attend_expansion:
+            raise RequestError("ctranslate2 computes no tokens that the others do not attend to; use another engine")
         self.library: Any = ctranslate2
         path = build.folder / build.setup.precision
         make_once(path, lambda: _convert(build, path))
@@ -37,7 +40,7 @@ class CTranslate2Engine:
             intra_threads=threads // self.streams,
         )
         self.head = None
-        if build.config.output != "embeddings":
+        if not gives_states(build.config):
             from upshift.inference.encoding.engines.classifier_head import ClassifierHead
 
             self.head = ClassifierHead(build)
@@ -59,7 +62,8 @@ class CTranslate2Engine:
         ids = batch.ids.astype(np.int32)
         lengths = np.maximum(batch.mask.sum(1), 1).astype(np.int32)
         view = self.library.StorageView.from_array  # without a copy
-        return np.array(self.encoder.forward_batch(view(ids), view(lengths)).last_hidden_state)
+        segments = None if batch.segments is None else batch.segments.tolist()
+        return np.array(self.encoder.forward_batch(view(ids), view(lengths), segments).last_hidden_state)
 
 
 def _convert(build: EncoderBuild, path: Path) -> None:

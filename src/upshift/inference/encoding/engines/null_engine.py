@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, gives_states
 
 
 class NullEngine:
@@ -16,10 +16,13 @@ class NullEngine:
     def __init__(self, build: EncoderBuild) -> None:
         model_config: Any = build.source.hf_config
         output = build.config.output
-        self.has_class_scores = output == "class scores"
-        self.width: int = model_config.hidden_size if output == "embeddings" else model_config.num_labels
+        self.has_one_row = output in ("class scores", "sparse vectors")
+        if output == "sparse vectors":
+            self.width: int = model_config.vocab_size
+        else:
+            self.width = model_config.hidden_size if gives_states(build.config) else model_config.num_labels
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
-            shape = batch.ids.shape[:1] if self.has_class_scores else batch.ids.shape
+            shape = batch.ids.shape[:1] if self.has_one_row else batch.ids.shape
             yield batch, np.zeros((*shape, self.width), dtype=np.float32)

@@ -265,7 +265,7 @@ class OneDnnEngine:
 
     def _output(self, batch: Batch) -> np.ndarray:
         with torch.inference_mode():
-            output: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).float().numpy()
+            output: np.ndarray = self.forward(*map(torch.from_numpy, batch.arrays())).float().numpy()
         return output
 
 
@@ -275,10 +275,11 @@ def _export(build: EncoderBuild) -> torch.fx.GraphModule:
     ids = torch.zeros(COMPILE_SHAPE, dtype=torch.int64)
     mask = torch.ones_like(ids)
     mask[1:, -1] = 0
+    arguments = (ids, mask, torch.zeros_like(ids)) if build.config.segments else (ids, mask)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
         with torch.no_grad():
-            return torch.export.export(forward, (ids, mask), dynamic_shapes=(sizes, sizes), strict=False).module()
+            return torch.export.export(forward, arguments, dynamic_shapes=(sizes,) * len(arguments), strict=False).module()
     except (EXPORT_ERROR.get(), RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RequestError(f"torch.export cannot take {build.source.reference!r} with batches of any size: {reason}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from upshift.atomic_file import make_once, sync_and_rename
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, input_names, load_forward
 
 
 class OnnxRuntimeEngine:
@@ -20,6 +20,7 @@ class OnnxRuntimeEngine:
 
         path = build.folder / f"{build.setup.precision}.onnx"
         make_once(path, lambda: _export(build, path), beside=path.with_name("fp32.onnx"))
+        self.names = input_names(build.config)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = build.setup.threads
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -27,7 +28,7 @@ class OnnxRuntimeEngine:
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
-            (output,) = self.session.run(None, {"ids": batch.ids, "mask": batch.mask})
+            (output,) = self.session.run(None, dict(zip(self.names, batch.arrays(), strict=True)))
             yield batch, output
 
 
@@ -36,7 +37,7 @@ def _export(build: EncoderBuild, path: Path) -> None:
     import torch
 
     example = max(build.examples, key=lambda batch: batch.ids.size)
-    tensors = (torch.from_numpy(example.ids), torch.from_numpy(example.mask))
+    tensors = tuple(map(torch.from_numpy, example.arrays()))
     dynamic = {0: torch.export.Dim("batch", min=1, max=2**16), 1: torch.export.Dim("tokens", min=1, max=2**16)}
     fp32_path = path.with_name("fp32.onnx")
     if not fp32_path.is_file():
@@ -45,9 +46,9 @@ def _export(build: EncoderBuild, path: Path) -> None:
             load_forward(build.source, build.config),
             tensors,
             temporary,
-            input_names=["ids", "mask"],
+            input_names=list(input_names(build.config)),
             output_names=["found"],
-            dynamic_shapes=(dynamic, dynamic),
+            dynamic_shapes=(dynamic,) * len(tensors),
             dynamo=True,
             external_data=False,
             verbose=False,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward, run_in_order
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, input_names, load_forward, run_in_order
 from upshift.inference.openvino_runtime import core, int8_weights, make_model_file
 from upshift.inference.weights import OPENVINO_FILE
 
@@ -21,13 +21,13 @@ from upshift.inference.weights import OPENVINO_FILE
 # (docs/log.md).
 SMOOTHING = 0.75
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32", "stored": "f32"}
-INPUT_NAMES = ("ids", "mask")  # of models that are converted for a race
 MODEL_INPUTS: dict[str, Callable[[Batch], np.ndarray]] = {
     "ids": lambda batch: batch.ids,
     "input_ids": lambda batch: batch.ids,
     "mask": lambda batch: batch.mask,
     "attention_mask": lambda batch: batch.mask,
-    "token_type_ids": lambda batch: np.zeros_like(batch.ids),
+    "segments": lambda batch: batch.arrays()[2],
+    "token_type_ids": lambda batch: np.zeros_like(batch.ids) if batch.segments is None else batch.segments,
 }
 
 
@@ -95,9 +95,10 @@ def export(build: EncoderBuild) -> Any:
     import openvino
     import torch
 
-    example = {"ids": torch.from_numpy(build.examples[0].ids), "mask": torch.from_numpy(build.examples[0].mask)}
+    names = input_names(build.config)
+    example = dict(zip(names, map(torch.from_numpy, build.examples[0].arrays()), strict=True))
     forward = load_forward(build.source, build.config)
-    return openvino.convert_model(forward, example_input=example, input=[(name, [-1, -1]) for name in INPUT_NAMES])
+    return openvino.convert_model(forward, example_input=example, input=[(name, [-1, -1]) for name in names])
 
 
 def _quantize(build: EncoderBuild, model: Any) -> Any:

@@ -21,8 +21,7 @@ class TorchEngine:
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
             with inference_settings(self.setup):
-                ids, mask = (torch.from_numpy(array).to(self.setup.device) for array in (batch.ids, batch.mask))
-                output = self.forward(ids, mask)
+                output = self.forward(*(torch.from_numpy(array).to(self.setup.device) for array in batch.arrays()))
             yield batch, output.float().cpu().numpy()
 
 
@@ -38,4 +37,5 @@ class TorchCompiledEngine(TorchEngine):
             ids = np.zeros((rows, length), dtype=np.int64)
             mask = np.ones_like(ids)
             mask[1:, -1] = 0
-            list(self.outputs([Batch(ids, mask, [])]))
+            segments = np.zeros_like(ids) if build.config.segments else None
+            list(self.outputs([Batch(ids, mask, [], segments)]))

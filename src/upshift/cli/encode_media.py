@@ -1,0 +1,96 @@
+"""Turn the images and sounds of ``upshift encode --input`` into rows, by the fastest engine that has the requested quality."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upshift.cli import tables
+from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.errors import RequestError
+from upshift.importing import importing
+
+BLOCK = 256  # items between two records of the progress
+UNIT = "items/s"
+
+
+class MediaOptions(NamedTuple):
+    """The options of the command for images and sounds."""
+
+    quality: str
+    engine: str | None
+    race_seconds: float | None
+    overwrite: bool
+    as_json: bool
+
+
+def refuse_options(**values: object) -> None:
+    """Raise RequestError for an option that is set and that images and sounds do not have."""
+    for name, value in values.items():
+        if value is not None:
+            option = name.replace("_", "-")
+            raise RequestError(f"--{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
+
+
+def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:
+    """Encode the images and sounds of a folder or of JSON lines. Refuse bad files before the model is loaded."""
+    from upshift.inference.encoding.files import check_vector_output
+    from upshift.inference.media.items import check_media, read_media
+    from upshift.inference.weights import find_weights
+
+    check_vector_output(path, output, overwrite=options.overwrite)
+    items = read_media(path)
+    check_media(items)
+    find_weights(model)
+    with importing():
+        from upshift.inference.media.encoder import MediaEncoder
+
+    with tables.step("Racing the installed engines on a sample of the files"):
+        encoder = MediaEncoder(
+            model, quality=options.quality, engine=options.engine, race_seconds=options.race_seconds, on_run=run_printer(UNIT)
+        )
+        encoder.check(items)
+        encoder.prepare(items)
+    start = time.perf_counter()
+    num_encoded = _encode(encoder, path, items, output)
+    seconds = time.perf_counter() - start
+    race: Any = encoder.race
+    if options.as_json:
+        document = {
+            "race": race.model_dump(mode="json"), "items": len(items), "encoded": num_encoded, "seconds": seconds,
+            "output": str(output),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    dim(f"A row: {encoder.config.kind} (by the model's class)")
+    if race.runs:
+        tables.out.print(race_table(race, "batch", UNIT, {"load s": lambda run: f"{run.load_seconds:.1f}"}))
+    print_race_notes(race, UNIT)
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,}")
+    rate = f", {num_encoded / seconds:,.1f} a second" if num_encoded and seconds else ""
+    tables.out.print(f"{len(items):,} rows in {output} ({num_encoded:,} encoded now{rate})")
+
+
+def _encode(encoder: Any, path: Path, items: list[Any], output: Path) -> int:
+    """Encode the items. Return the number encoded now, without those that an earlier, interrupted run had done."""
+    from upshift.inference.encoding.files import Rows
+    from upshift.inference.resumable_output import output_identity, read_blocks
+    from upshift.inference.weights import files_identity
+
+    files = files_identity(Path(item.content) for item in items if item.modality != "text")
+    texts = repr([item.content for item in items])
+    setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
+    identity = output_identity(path, encoder.source, setup.to_json(), encoder.config.to_json(), files, texts)
+    rows = Rows(output, len(items), identity)
+    num_resumed = rows.done
+    with closing(rows), tables.bar("Encoding") as update:
+        update(num_resumed, len(items))
+        for block in read_blocks(iter(items), size=BLOCK, skip=num_resumed):
+            rows.add(encoder.rows(block))
+            update(rows.done, len(items))
+        rows.finish()
+    return int(rows.done - num_resumed)

@@ -1,0 +1,1 @@
+"""Encode images and sounds, and texts beside them, with models of transformers."""

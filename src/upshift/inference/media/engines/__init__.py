@@ -1,0 +1,1 @@
+"""Hold the engines that encode images and sounds, one file an engine."""

@@ -1,0 +1,157 @@
+"""Find what a model reads and gives, load it, and turn images, sounds and texts into its inputs by its own processors.
+
+A row is what the model's own class says: the features of an image, a sound or a text where it has a method for them (CLIP,
+SigLIP, CLAP), the scores of a classifier, the pooled output of an encoder, or else the mean over its outputs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from upshift.errors import RequestError
+from upshift.inference.media.items import MODALITIES, MediaItem, Modality, read_image, read_sound
+from upshift.inference.weights import stored_for
+from upshift.internals.transformers_names import CLASS_NAMES
+from upshift.loading.load import load_source
+from upshift.models.build import find_architecture
+from upshift.models.source import ModelSource
+from upshift.value import Value
+
+Kind = Literal["features", "class scores", "pooled output"]
+CLASSIFIER_TABLES = ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES")
+METHODS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features", "text": "get_text_features"}
+PROCESSORS: dict[Modality, str] = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor", "text": "AutoProcessor"}
+
+
+class MediaConfig(Value):
+    """What a model reads, and which of its outputs a row is."""
+
+    kind: Kind
+    modalities: tuple[Modality, ...]
+
+
+def encodes_media(source: ModelSource) -> bool:
+    """Return whether a model reads no texts, or compares them with images or sounds, so that MediaEncoder takes its texts."""
+    model_class = find_architecture(source.hf_config, source.reference).model_class
+    names = _inputs_of(model_class)
+    has_methods = sum(hasattr(model_class, method) for method in METHODS.values()) > 1
+    return bool(names) and ("text" not in names or (has_methods and not model_class.can_generate()))
+
+
+def _inputs_of(model_class: Any) -> tuple[str, ...]:
+    """Return what a class says that it reads."""
+    declared = model_class.input_modalities
+    return (declared,) if isinstance(declared, str) else tuple(declared or ())
+
+
+def read_media_config(source: ModelSource) -> MediaConfig:
+    """Return what the model's class reads and gives. Raise RequestError if it encodes neither images nor sounds."""
+    model_class = find_architecture(source.hf_config, source.reference).model_class
+    names = _inputs_of(model_class)
+    modalities = tuple(modality for modality in MODALITIES if modality in names)
+    if set(modalities) <= {"text"}:
+        raise RequestError(
+            f"{source.reference!r} is a {model_class.__name__}, which reads {' and '.join(names) or 'nothing known'}; images and "
+            "sounds need a model that reads them, such as CLIP, DINOv2 or wav2vec2"
+        )
+    methods = tuple(modality for modality in modalities if hasattr(model_class, METHODS[modality]))
+    if len(methods) > 1 and not model_class.can_generate():
+        return MediaConfig(kind="features", modalities=methods)
+    encoded = tuple(modality for modality in modalities if modality != "text")
+    if len(methods) and model_class.can_generate():
+        raise RequestError(f"{source.reference!r} is a {model_class.__name__}, which writes text; use upshift generate")
+    if any(model_class.__name__ in _class_names(table) for table in CLASSIFIER_TABLES):
+        return MediaConfig(kind="class scores", modalities=encoded)
+    return MediaConfig(kind="pooled output", modalities=encoded)
+
+
+def _is_bare(model: Any) -> bool:
+    """Return whether a model's class has no head: AutoModel would take it."""
+    return type(model).__name__ in _class_names("MODEL_MAPPING_NAMES")
+
+
+def _class_names(table: str) -> set[str]:
+    """Return the names of all classes in one of transformers' tables."""
+    names: set[str] = set()
+    for value in getattr(CLASS_NAMES.get(), table, {}).values():
+        names.update((value,) if isinstance(value, str) else value)
+    return names
+
+
+def load_model(source: ModelSource) -> Any:
+    """Return the model of its own class in fp32, or as it is quantized."""
+    model_class = find_architecture(source.hf_config, source.reference).model_class
+    dtype: Any = torch.float32 if stored_for(source) is None else "auto"
+    return load_source(source, dtype=dtype, model_class=model_class).eval()
+
+
+class MediaForward(torch.nn.Module):
+    """A module from the inputs of one modality, in the order of their names, to rows [B, H]."""
+
+    def __init__(self, model: Any, config: MediaConfig, modality: Modality, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.kind = config.kind
+        self.names = names
+        self.method = METHODS[modality] if config.kind == "features" else "forward"
+        self.model = model
+        if config.kind == "pooled output":
+            encoder = model if _is_bare(model) else model.base_model
+            self.model = encoder.get_encoder() if encoder.config.is_encoder_decoder else encoder
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        output: Any = getattr(self.model, self.method)(**dict(zip(self.names, inputs, strict=True)))
+        if self.kind == "class scores":
+            scores: torch.Tensor = output.logits
+            return scores
+        if isinstance(output, torch.Tensor):  # of methods before transformers 5
+            return output
+        for name in ("image_embeds", "pooler_output"):
+            pooled = getattr(output, name, None)
+            if pooled is not None:
+                rows: torch.Tensor = pooled.flatten(1)  # of a convolutional model [B, C, 1, 1]
+                return rows
+        states: torch.Tensor = output.last_hidden_state
+        return states.mean(1) if states.dim() == 3 else states.flatten(2).mean(2)
+
+
+class MediaInputs:
+    """The model's own processors, each loaded when it is first used."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._processors: dict[Modality, Any] = {}
+
+    def processor(self, modality: Modality) -> Any:
+        """Return a processor. Raise RequestError if the model's files have none."""
+        if modality not in self._processors:
+            import transformers
+
+            loader = getattr(transformers, PROCESSORS[modality])
+            try:
+                self._processors[modality] = loader.from_pretrained(self.source.directory)
+            except (OSError, ValueError, ImportError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise RequestError(
+                    f"{self.source.reference!r} has no {PROCESSORS[modality]} that loads ({reason}); save one beside the model"
+                ) from None
+        return self._processors[modality]
+
+    def sound_limits(self) -> tuple[int, float | None]:
+        """Return the samples a second that the model takes, and the longest sound that its processor does not cut."""
+        processor = self.processor("audio")
+        longest = getattr(processor, "chunk_length", None) or getattr(processor, "max_length_s", None)
+        return processor.sampling_rate, None if longest is None else float(longest)
+
+    def arrays(self, item: MediaItem) -> dict[str, np.ndarray]:
+        """Return the model's inputs for one item, each [1, ...]. Raise RequestError if its file cannot be read."""
+        processor = self.processor(item.modality)
+        if item.modality == "image":
+            inputs = processor(images=[read_image(item)], return_tensors="np")
+        elif item.modality == "audio":
+            sound = read_sound(item)
+            inputs = processor([sound.samples], sampling_rate=sound.rate, return_tensors="np")
+        else:
+            inputs = processor(text=[item.content], return_tensors="np", truncation=True)
+        return {name: np.asarray(value) for name, value in inputs.items()}
