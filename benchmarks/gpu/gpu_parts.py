@@ -31,7 +31,7 @@ PARTS = (
     Part("probe", "rates by precision, fp8, bandwidth, exchanges between GPUs", 30, "gpu_machine:probe_rates", all_gpus=True),
     Part("tests", "the tests of tests/gpu", 150, "gpu_machine:run_tests"),
     Part("data", "the models and the tokens of the parts below", 20, "gpu_data:write_data"),
-    Part("train", "upshift train of 125 M parameters, by the plan that trials choose", 110, "gpu_training:train_small", ("data",)),
+    Part("train", "upshift train of 125 M parameters, by a plan that trials choose", 110, "gpu_training:train_small", ("data",)),
     Part("train-large", "the same of 0.5 B or 1.5 B, by the GPU's memory", 140, "gpu_training:train_large", ("data",)),
     Part("trainer-plain", "transformers.Trainer with its defaults", 30, "gpu_training:run_plain", ("train",)),
     Part("trainer-careful", "Trainer, 16 bits, compiled, fused AdamW, packed", 60, "gpu_training:run_careful", ("train",)),

@@ -470,29 +470,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         await server.pool.stop()
 
     app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    errors: dict[str, Any] = {"responses": RESPONSES}
-    app.post("/v1/chat/completions", **errors)(server.chat)
-    app.post("/v1/completions", **errors)(server.complete)
-    app.post("/v1/embeddings", **errors)(server.embed)
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        app.post(path, **errors)(server.rerank)
-    for path in ("/score", "/v1/score"):
-        app.post(path, **errors)(server.score)
-    app.post("/v1/responses", **errors)(server.respond)
-    app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
-    app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
-    app.get("/v1/responses/{id}", **errors)(server.response)
-    app.delete("/v1/responses/{id}", **errors)(server.delete_response)
-    app.post("/tokenize", **errors)(server.tokenize)
-    app.post("/detokenize", **errors)(server.detokenize)
-    add_batch_addresses(app, batches, errors)
-    app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
-    app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}", **errors)(server.model)
-    app.get("/version")(server.version)
-    app.get("/health")(server.health)
-    app.head("/health", include_in_schema=False)(server.health)
+    _add_addresses(app, server, batches)
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -518,6 +496,32 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     if site.root_path:
         app.add_middleware(RootPath, prefix=site.root_path)
     return app
+
+
+def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> None:
+    errors: dict[str, Any] = {"responses": RESPONSES}
+    app.post("/v1/chat/completions", **errors)(server.chat)
+    app.post("/v1/completions", **errors)(server.complete)
+    app.post("/v1/embeddings", **errors)(server.embed)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, **errors)(server.rerank)
+    for path in ("/score", "/v1/score"):
+        app.post(path, **errors)(server.score)
+    app.post("/v1/responses", **errors)(server.respond)
+    app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
+    app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
+    app.get("/v1/responses/{id}", **errors)(server.response)
+    app.delete("/v1/responses/{id}", **errors)(server.delete_response)
+    app.post("/tokenize", **errors)(server.tokenize)
+    app.post("/detokenize", **errors)(server.detokenize)
+    add_batch_addresses(app, batches, errors)
+    app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
+    app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)
+    app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}", **errors)(server.model)
+    app.get("/version")(server.version)
+    app.get("/health")(server.health)
+    app.head("/health", include_in_schema=False)(server.health)
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -63,7 +63,7 @@ def test_shorter_keys_give_the_numbers_of_torchs_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_key_heads", [1, 2, 4])
 def test_attention_counts_each_query_head(num_key_heads: int, tmp_path: Path) -> None:
-    """Every head of queries is multiplied with keys, also where several heads share them. torch 2.11's own formulas refuse that."""
+    """Each head of queries is multiplied with keys, also if heads share their keys. torch 2.11's own formulas refuse that."""
     config = LlamaConfig(**{**SIZES, "num_key_value_heads": num_key_heads})
     tracer = tracer_of(config, "LlamaForCausalLM", tmp_path)
     run = tracer.measure(VARIANT._replace(attention="sdpa"), batch=2, sequence=48)
