@@ -161,5 +161,12 @@ class AdapterDecoder(NoExtension):
         self._decoder.pass_arguments = {} if self._model is None else {"adapter_names": rows}
 
     def _remove(self, key: str) -> None:
-        if self._model is not None and key in self._model.peft_config:
+        """Free the memory of an adapter, if it is there. peft computes nothing without any adapter, so the last one takes its
+        layers with it."""
+        if self._model is None or key not in self._model.peft_config:
+            return
+        if len(self._model.peft_config) > 1:
             self._model.delete_adapter(key)
+        else:
+            self._decoder.model = self._model.unload()
+            self._model = None
