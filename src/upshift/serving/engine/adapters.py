@@ -125,7 +125,7 @@ class AdapterDecoder(NoExtension):
 
     def remove_unused(self, used_keys: Iterable[str | None]) -> None:
         """Free the memory of the unloaded adapters, but not of those with these keys."""
-        for key in self._unused_keys - set(used_keys):
+        for key in sorted(self._unused_keys - set(used_keys)):
             self._unused_keys.remove(key)
             self._remove(key)
 
