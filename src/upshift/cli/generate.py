@@ -119,13 +119,9 @@ def command(
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if form == BATCH_FORM:
-        _check_batch_options(
-            {
-                "--prompt": prompt, "--max-new-tokens": max_new_tokens, "--stop": stop, "--seed": seed, "--chat": chat,
-                "--engine-python": engine_python, "--engine-set": engine_settings,
-                "--backend": None if backend == "race" else backend,
-            }
-        )  # fmt: skip
+        given: dict[str, Any] = {"--prompt": prompt, "--max-new-tokens": max_new_tokens, "--stop": stop}
+        given |= {"--seed": seed, "--chat": chat, "--engine-python": engine_python, "--engine-set": engine_settings}
+        _check_batch_options(given | {"--backend": None if backend == "race" else backend})
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
     elif overwrite:
@@ -138,8 +134,7 @@ def command(
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if form == BATCH_FORM and prompts is not None and output is not None:
-        settings = {name: value for name, value in generation_options.items() if value is not None}
-        _answer_batch(model, prompts, output, race_options, settings, as_json=as_json)
+        _answer_batch(model, prompts, output, race_options, generation_options, as_json=as_json)
         return
     if backend != "race":
         generate_xla.check(backend, {**race_options, "stop": stop})
@@ -176,7 +171,8 @@ def _answer_batch(
 
     names = ("quality", "engine", "max_ttft_ms", "max_tpot_ms", "race_seconds")
     request = EngineRequest(
-        model=model, concurrency=BATCH_ROWS, options=settings, max_memory=tuple(race_options["max_memory"] or ()),
+        model=model, concurrency=BATCH_ROWS, max_memory=tuple(race_options["max_memory"] or ()),
+        options={name: value for name, value in settings.items() if value is not None},
         **{name: race_options[name] for name in names},
     )  # fmt: skip
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,13 @@ def _check_root_path(path: str) -> str:
     """Return the path of a proxy. Raise RequestError if it does not begin with a slash, or ends with one."""
     if path and not ROOT_PATH.fullmatch(path):
         raise RequestError(f"--root-path {path!r} is no path of a proxy; write one such as /llm, without a slash at its end")
+    return path
+
+
+def _refuse_file(name: str, path: Path) -> Path:
+    """Return the path of a folder. Raise RequestError if it is a file."""
+    if path.is_file():
+        raise RequestError(f"{name} {path} is a file; give a folder")
     return path
 
 
@@ -125,6 +133,7 @@ AdapterFolder = Annotated[
     Path | None,
     option(
         "--adapter-folder", panel=Panel.SERVER, metavar="FOLDER", default="clients load none",
+        check=partial(_refuse_file, "--adapter-folder"),
         text="Let clients load adapters from this folder, and unload them, while the server runs.",
     ),
 ]  # fmt: skip
@@ -132,6 +141,7 @@ BatchFolder = Annotated[
     Path | None,
     option(
         "--batch-folder", panel=Panel.SERVER, metavar="FOLDER", default="no batches",
+        check=partial(_refuse_file, "--batch-folder"),
         text="Take OpenAI's batches (/v1/files, /v1/batches), and keep their files in this folder.",
     ),
 ]  # fmt: skip
@@ -213,38 +223,25 @@ def command(
     _check_prompts(prompts, prompt_length)
     _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
-    from upshift.serving.adapter_files import assign_adapters
-    from upshift.serving.app import Site
-    from upshift.serving.guard import Limits
     from upshift.serving.messages import EngineRequest
-    from upshift.serving.server import Address, serve
+    from upshift.serving.server import serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _models_by_name(models)
-    adapters = assign_adapters(_read_adapters(adapter or []), names)
-    _check_adapters(adapters, adapter_folder, engine)
-    generation_settings = _read_settings(settings or [])
+    adapters = _assign_adapters(_read_adapters(adapter or []), names, adapter_folder, engine)
     typed = {"--max-tpot-ms": max_tpot_ms, "--output-length": output_length, "--concurrency": concurrency}
     generation_options = tuple(option for option, value in typed.items() if value is not None)
-    requests = {
-        name: EngineRequest(
-            model=model, quality=quality, engine=engine,
-            max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
-            concurrency=concurrency or DEFAULT_CONCURRENCY, prompts=None if prompts is None else str(prompts.resolve()),
-            prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
-            race_seconds=read_seconds(race_seconds), options=generation_settings,
-            generation_options=generation_options if len(names) == 1 else (),
-            allow_special=allow_special,
-            takes_adapters=adapter_folder is not None or name in adapters, adapters=adapters.get(name, {}),
-        )
-        for name, model in names.items()
-    }  # fmt: skip
-    keys = () if api_key_file is None else read_api_keys(api_key_file)
-    limits = Limits(
-        request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=keys, adapter_folder=adapter_folder,
-        batch_folder=_make_folder(batch_folder),
+    common = EngineRequest(
+        model="", quality=quality, engine=engine,
+        max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
+        concurrency=concurrency or DEFAULT_CONCURRENCY, prompts=None if prompts is None else str(prompts.resolve()),
+        prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
+        race_seconds=read_seconds(race_seconds), options=_read_settings(settings or []), allow_special=allow_special,
+        generation_options=generation_options if len(names) == 1 else (), takes_adapters=adapter_folder is not None,
     )  # fmt: skip
-    address = Address(host, port, ssl_certfile, ssl_keyfile, Site(root_path, tuple(allow_origin or ())))
+    requests = _requests_by_name(common, names, adapters)
+    limits = _make_limits(request_seconds, max_body_mb, api_key_file, adapter_folder, batch_folder)
+    address = _make_address(host, port, ssl_certfile, ssl_keyfile, root_path, allow_origin)
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
@@ -267,13 +264,51 @@ def _read_adapters(pairs: list[str]) -> dict[str, Path]:
     return adapters
 
 
-def _check_adapters(adapters: Mapping[str, Any], adapter_folder: Path | None, engine: str | None) -> None:
-    from upshift.serving.adapter_files import check_engine_of_adapters
+def _assign_adapters(
+    folders: Mapping[str, Path], names: Mapping[str, str], adapter_folder: Path | None, engine: str | None
+) -> dict[str, dict[str, str]]:
+    """Return the folders of adapters by the names of their models, then by their own names."""
+    from upshift.serving.adapter_files import assign_adapters, check_engine_of_adapters
 
+    adapters = assign_adapters(folders, names)
     if adapter_folder is not None and not adapter_folder.is_dir():
         raise RequestError(f"--adapter-folder {adapter_folder} is no folder; give the one that has the adapters")
     if adapters or adapter_folder is not None:
         check_engine_of_adapters(engine)
+    return adapters
+
+
+def _requests_by_name(common: Any, names: Mapping[str, str], adapters: Mapping[str, dict[str, str]]) -> dict[str, Any]:
+    """Return the requests for the engines of all models, from what they have in common."""
+    return {
+        name: common.changed(
+            model=model, adapters=adapters.get(name, {}), takes_adapters=common.takes_adapters or name in adapters
+        )
+        for name, model in names.items()
+    }
+
+
+def _make_address(
+    host: str, port: int, certificate: Path | None, private_key: Path | None, root_path: str, origins: list[str] | None
+) -> Any:
+    from upshift.serving.app import Site
+    from upshift.serving.server import Address
+
+    return Address(host, port, certificate, private_key, Site(root_path, tuple(origins or ())))
+
+
+def _make_limits(
+    request_seconds: float, max_body_mb: float, api_key_file: Path | None, adapter_folder: Path | None, batch_folder: Path | None
+) -> Any:
+    from upshift.serving.guard import Limits
+
+    return Limits(
+        request_seconds=request_seconds,
+        body_bytes=int(max_body_mb * 1e6),
+        keys=() if api_key_file is None else read_api_keys(api_key_file),
+        adapter_folder=adapter_folder,
+        batch_folder=_make_folder(batch_folder),
+    )
 
 
 def _make_folder(folder: Path | None) -> Path | None:

@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.serving.engine.adapters import check_fits
+from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.pieces import make_pieces
 from upshift.serving.engine_client import EngineProcess
+from upshift.serving.messages import Done, EngineRequest, Generate, LoadAdapter, Piece, UnloadAdapter
 
 PROMPTS = ("the quick brown fox", "seven wizards", "lazy dog while the moon", "jumps over")
 LENGTH = 12
@@ -126,6 +129,38 @@ def test_loading_and_unloading_while_the_server_runs(server: Running, models: Pa
     assert server.post("/v1/completions", LATER).status_code == 404
     missing = server.post("/v1/unload_lora_adapter", {"lora_name": "later"})
     assert missing.status_code == 404 and "loaded are: a.b, two" in missing.text
+
+
+@pytest.fixture(scope="module")
+def worker(models: Path) -> GenerationWorker:
+    worker = GenerationWorker(EngineRequest(model=str(models / "tiny"), takes_adapters=True, concurrency=2))
+    assert worker.prepare().setup.startswith("torch")
+    return worker
+
+
+@pytest.mark.parametrize("order", ["12", "21"])
+def test_the_last_adapter_and_the_first_can_leave(order: str, worker: GenerationWorker, models: Path) -> None:
+    """An engine that began without adapters ends as it was."""
+
+    def ask(adapter: str | None) -> str:
+        options = {"max_new_tokens": 8, "do_sample": False}
+        assert worker.take(Generate(id=1, prompt="fox", adapter=adapter, options=options)) is None
+        text = ""
+        while worker.is_busy:
+            text += "".join(piece.text for piece in make_pieces(worker.run_pass()) if isinstance(piece, Piece))
+        return text
+
+    alone = ask(None)
+    for name, folder in (("1", "first"), ("2", "second")):
+        (answer,) = worker.answer(LoadAdapter(name=name, folder=str(models / "adapters" / folder)))
+        assert isinstance(answer, Done)
+    texts = {name: ask(name) for name in order}
+    assert len({alone, *texts.values()}) == 3
+    for number, name in enumerate(order):
+        assert isinstance(worker.answer(UnloadAdapter(name=name))[0], Done)
+        assert ask(None) == alone and all(ask(other) == texts[other] for other in order[number + 1 :])
+        refused = worker.take(Generate(id=1, prompt="fox", adapter=name))
+        assert refused is not None and "is not loaded" in refused.why
 
 
 def test_adapters_that_cannot_be_loaded(server: Running, models: Path) -> None:

@@ -74,6 +74,13 @@ def test_what_is_wrong_is_found_before_an_engine_starts(
     assert f"{good} was started" in upshift("serve", good, "--port", 0).err
 
 
+def test_control_tokens_may_be_allowed(upshift: Command, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(door, "serve", lambda requests, *_, **__: found.extend(one.allow_special for one in requests.values()))
+    assert upshift("serve", models / "tiny").code == upshift("serve", models / "tiny", "--allow-special").code == 0
+    assert found == [False, True]
+
+
 def test_names_of_models(upshift: Command, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory is itself, whatever its path looks like."""
     found: dict[str, str] = {}

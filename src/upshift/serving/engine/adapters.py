@@ -125,7 +125,7 @@ class AdapterDecoder(NoExtension):
 
     def remove_unused(self, used_keys: Iterable[str | None]) -> None:
         """Free the memory of the unloaded adapters, but not of those with these keys."""
-        for key in self._unused_keys - set(used_keys):
+        for key in sorted(self._unused_keys - set(used_keys)):
             self._unused_keys.remove(key)
             self._remove(key)
 
@@ -161,5 +161,12 @@ class AdapterDecoder(NoExtension):
         self._decoder.pass_arguments = {} if self._model is None else {"adapter_names": rows}
 
     def _remove(self, key: str) -> None:
-        if self._model is not None and key in self._model.peft_config:
+        """Free the memory of an adapter, if it is there. peft computes nothing without any adapter, so the last one takes its
+        layers with it."""
+        if self._model is None or key not in self._model.peft_config:
+            return
+        if len(self._model.peft_config) > 1:
             self._model.delete_adapter(key)
+        else:
+            self._decoder.model = self._model.unload()
+            self._model = None

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from upshift.serving.batches import Batches
@@ -47,9 +47,11 @@ class BatchAddresses:
     def file(self, id: str) -> dict[str, Any]:
         return self._find(id, "file")
 
-    def content(self, id: str) -> Response:
+    async def content(self, id: str) -> Response:
+        """Return the content of a file. A batch that runs may append to it meanwhile."""
         file = self._find(id, "file")
-        return FileResponse(self._served.folder.content_path(file["id"]), media_type="application/jsonl")
+        content = await asyncio.to_thread(self._served.folder.content_path(file["id"]).read_bytes)
+        return Response(content, media_type="application/jsonl")
 
     def delete_file(self, id: str) -> dict[str, Any]:
         file = self._find(id, "file")
