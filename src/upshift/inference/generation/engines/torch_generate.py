@@ -1,4 +1,3 @@
-# needs torch
 """Run transformers' own generate(), and choose its tokens: for models whose state between two tokens only transformers knows.
 
 generate() runs in a thread. After each pass it hands the logits to a logits processor, which waits for the tokens that Upshift
