@@ -282,7 +282,7 @@ def _generate_refusals(tried: dict[tuple[str, str], dict[str, Any]]) -> list[str
     for (kind, model), row in sorted(tried.items()):
         ended, text = row["cells"].get("generate", ("ok", ""))
         if ended != "ok":
-            reason = re.sub(r"^.* is an? \w+, which|^.*\(\w+\) |^the model ", "", _plain(text).replace("\\", ""))
+            reason = re.sub(r"^.* is an? \w+, which |^.*\(\w+\) |^the model ", "", _plain(text).replace("\\", ""))
             found.setdefault(f"{ended}, {TASK_OF_KIND[kind]}: {reason}", []).append(model)
     return [f"- {reason.rstrip('.')}. Types: {', '.join(models)}." for reason, models in sorted(found.items())]
 

@@ -180,7 +180,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
             "media": EngineFactory("torch_media:TorchMediaEngine", ("fp32", "tf32", "bf16"), ON_GPU),
             "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
-            "states": EngineFactory("torch_states:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
+            "states": EngineFactory("torch_decoder:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
             "as-transformers": EngineFactory("torch_generate:TransformersDecoder", ("fp32", "bf16"), ON_GPU),
         },
     ),

@@ -25,7 +25,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 
 FORMAT = "24"  # raise when the meaning of a stored profile changes
-ISOLATION_FORMAT = "5"  # raise when the meaning of a stored isolation changes, and that of profiles does not
+ISOLATION_FORMAT = "6"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)

@@ -37,6 +37,7 @@ MODELS = {  # what a sequence keeps: the kind and type of a model, the task that
     "a state of its own form": ("causal", "rwkv", "as-transformers", 1),
     "no cache": ("causal", "openai-gpt", "as-transformers", 3),
     "inputs of its own": ("causal", "xlnet", "as-transformers", 1),
+    "positions that padding moves": ("image-text", "kosmos-2.5", "as-transformers", 1),
 }
 
 

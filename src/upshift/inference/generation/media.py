@@ -74,9 +74,12 @@ class MediaPrompts:
                     f"{self._source.reference!r} has no chat template; give a text with its marks of images instead"
                 )
             inputs = processor.apply_chat_template(
-                _place_images(messages, list(paths), name), add_generation_prompt=True, tokenize=True, return_dict=True,
+                _place_images(messages, list(paths), name),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
                 return_tensors="pt",
-            )  # fmt: skip
+            )
         tensors = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
         return MediaPrompt(inputs["input_ids"][0].tolist(), tensors)
 

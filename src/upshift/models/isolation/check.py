@@ -398,9 +398,14 @@ class _Probe:
     def _generated_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the logits [rows, tokens, V] of the first tokens that generate() chooses, the same ones for each row."""
         options = GenerationConfig(
-            max_new_tokens=LAST_TOKENS + 1, do_sample=False, num_beams=1, return_dict_in_generate=True, output_logits=True,
+            max_new_tokens=LAST_TOKENS + 1,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            return_dict_in_generate=True,
+            output_logits=True,
             pad_token_id=self.pad_token,
-        )  # fmt: skip
+        )
         token = int(self.second[0])
         output: Any = self.model.generate(
             ids, attention_mask=mask, generation_config=options, prefix_allowed_tokens_fn=lambda row, text: [token]

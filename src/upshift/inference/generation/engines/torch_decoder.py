@@ -1,5 +1,5 @@
-"""Run transformers in PyTorch: kernel by kernel, as the reference of every other engine, for encoder-decoders, or with
-compiled layers."""
+"""Run transformers in PyTorch: kernel by kernel, as the reference of every other engine, for recurrent states, for
+encoder-decoders, or with compiled layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import COMPILE_SHAPE, inference_settings, layers_to_compile
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
-from upshift.models.kv_cache import cache_argument, check_cache_filled
+from upshift.models.kv_cache import (
+    cache_argument,
+    check_cache_filled,
+    join_rows,
+    mask_of_pass,
+    select_rows,
+    states_cache,
+)
 
 
 class TorchDecoder(NoMixing):
@@ -131,6 +138,44 @@ class TorchDecoder(NoMixing):
     def _to_numpy(logits: torch.Tensor) -> np.ndarray:
         array: np.ndarray = logits.float().cpu().numpy()
         return array
+
+
+class TorchStatesDecoder(TorchDecoder):
+    """A model whose layers keep states of a fixed size, or keys and values, or both.
+
+    A state holds all tokens of its row, so no row starts from the beginning of another one, and none drops its last tokens. A
+    prompt is one pass, because not every model continues a state with several tokens."""
+
+    extends = False
+    prefixes = False
+
+    def empty_cache(self) -> Any:
+        return states_cache(self.model.config)
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        remainder = remaining_tokens(prompts, 0)
+        cache = self.empty_cache()
+        logits = self._run(remainder.ids, remainder.mask, remainder.positions, cache)
+        check_cache_filled(self.model, cache)
+        if self.padding.rows:
+            dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
+            join_rows(self.cache, cache, dropped=dropped, present_padding=present_padding, new_padding=new_padding)
+        else:
+            self.padding.admit(remainder.mask)
+            self.cache = cache
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        self.padding.keep(rows)
+        if rows:
+            select_rows(self.cache, torch.tensor(rows, device=self.model.device))
+        else:
+            self.cache = self.empty_cache()
+
+    def _logits(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any, *, last: int = 1
+    ) -> torch.Tensor:
+        return super()._logits(ids, mask_of_pass(cache, mask, ids.shape[1]), positions, cache, last=last)
 
 
 def _prefix_of(cache: Any, row: int, length: int) -> Prefix:

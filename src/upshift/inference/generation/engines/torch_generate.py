@@ -1,4 +1,3 @@
-# needs torch
 """Run transformers' own generate(), and choose its tokens: for models whose state between two tokens only transformers knows.
 
 generate() runs in a thread. After each pass it hands the logits to a logits processor, which waits for the tokens that Upshift
@@ -22,6 +21,7 @@ from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import inference_settings
+from upshift.models.config import padding_of
 
 UNLIMITED = 1 << 30  # tokens; the caller ends a text
 
@@ -87,7 +87,8 @@ class TransformersDecoder(NoExtension):
         self.setup = build.setup
         self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
         self.weight_bytes = weight_bytes(build.source, self.model)
-        self._options = _plain_options(self.model)
+        self._pad = padding_of(self.model.config.get_text_config(decoder=True)) or 0  # some models find padding by its id
+        self._options = _plain_options(self.model, self._pad)
         self._loop: GenerateLoop | None = None
         self._rows: list[int] = []  # of generate()'s rows, those that the caller keeps
         self._width = 0  # generate()'s rows
@@ -95,7 +96,7 @@ class TransformersDecoder(NoExtension):
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Add rows to an engine that has none. A prompt with other inputs is the only row."""
         is_decoder = not self.model.config.is_encoder_decoder
-        ids, mask = padded_rows(prompts, left=is_decoder)
+        ids, mask = padded_rows(prompts, pad=self._pad, left=is_decoder)
         arguments = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), **_other_inputs(prompts)}
 
         def generate(loop: GenerateLoop) -> None:
@@ -132,13 +133,13 @@ def _other_inputs(prompts: Sequence[Sequence[int]]) -> Mapping[str, torch.Tensor
     return inputs[0] if inputs else {}
 
 
-def _plain_options(model: Any) -> GenerationConfig:
+def _plain_options(model: Any, pad: int) -> GenerationConfig:
     """Return the model's options of generate() without those that Upshift applies itself: generate() changes no logits with
     them, and ends no text. They become the model's, because generate() completes options from there."""
     options: GenerationConfig = copy.deepcopy(model.generation_config)
     for name in GenerationOptions.model_fields:
         if hasattr(options, name):
             setattr(options, name, None)
-    options.update(pad_token_id=0, use_cache=True, max_new_tokens=UNLIMITED, do_sample=False, num_beams=1)
+    options.update(pad_token_id=pad, use_cache=True, max_new_tokens=UNLIMITED, do_sample=False, num_beams=1)
     model.generation_config = options
     return options
