@@ -18,8 +18,8 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
 
 PUBLIC_NAMES = [
-    "Encoder", "Generator", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "compare",
-    "describe", "detect", "inspect", "load_model", "plan", "train", "tune",
+    "CrossEncoder", "Encoder", "Generator", "Host", "MediaEncoder", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer",
+    "Workload", "compare", "describe", "detect", "inspect", "load_model", "plan", "train", "tune",
 ]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.

@@ -73,7 +73,7 @@ def command(
 
     media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)
     if holds_media(texts):
-        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        refuse_options(query, task, max_latency_ms)
         encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
@@ -85,7 +85,7 @@ def command(
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
-        refuse_options(query=query, task=task, max_latency_ms=max_latency_ms)
+        refuse_options(query, task, max_latency_ms)
         encode_media(model, texts, output, media_options)
         return
     with importing():
@@ -107,7 +107,11 @@ def command(
         encoder.prepare_from(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
     start = time.perf_counter()
     num_encoded = _encode(encoder, texts, query, output, total)
-    seconds = time.perf_counter() - start
+    _report(encoder, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
+
+
+def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: float, *, as_json: bool) -> None:
+    """Print the race, and how many texts were encoded in how many seconds."""
     race: Any = encoder.race
     if as_json:
         document = {

@@ -28,12 +28,11 @@ class MediaOptions(NamedTuple):
     as_json: bool
 
 
-def refuse_options(**values: object) -> None:
+def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None) -> None:
     """Raise RequestError for an option that is set and that images and sounds do not have."""
-    for name, value in values.items():
+    for option, value in (("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms)):
         if value is not None:
-            option = name.replace("_", "-")
-            raise RequestError(f"--{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
+            raise RequestError(f"{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
 
 
 def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:

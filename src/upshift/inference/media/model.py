@@ -26,7 +26,7 @@ PROCESSORS: dict[Modality, str] = {"image": "AutoImageProcessor", "audio": "Auto
 
 
 class MediaConfig(Value):
-    """What a model reads, and which of its outputs a row is."""
+    """Hold the kinds of input that a model reads, and the kind of its rows."""
 
     kind: Kind
     modalities: tuple[Modality, ...]
