@@ -15,7 +15,6 @@ from upshift.cli import (
     demo,
     doctor,
     encode,
-    engines,
     generate,
     inspect,
     launch,
@@ -28,6 +27,7 @@ from upshift.cli import (
     tune,
     xla,
 )
+from upshift.cli.machine import engines
 from upshift.cli.plan import command as plan
 from upshift.cli.progress import progress_lines
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
