@@ -5,13 +5,15 @@
 upshift QUALITY       upshift serve at this bound; its races were run before, as in a user's second run
 transformers          transformers serve, on the CPU in fp32; batched: with --continuous-batching
 llama.cpp, genai      llama.cpp's server and OpenVINO GenAI's batching, where they are installed (serving_peers.py)
+vllm fp32             vLLM's own server, in the environment of `upshift engines install vllm` or of UPSHIFT_VLLM_PYTHON
+upshift-vllm exact    upshift serve with the engine vllm in that environment: what our server costs before vLLM
 
 A Llama of 124 M parameters with random weights, prompts of about 72 tokens, 64 tokens an answer. At each concurrency so many
 clients ask again as soon as they are answered; servers in turn, each round, each started for so many clients (--concurrency of
 ours, slots of llama.cpp's). With the most of them one client first asks with instructions of about 720 tokens, then with the
 same and another end: the time to the first token. Then upshift alone: its capacity as predicted, as proven at the start, and as
 measured with all rows busy; and twice that load in open loop under a promised first token.
-OpenVINO Model Server has no package, vLLM no wheel for CPUs.
+OpenVINO Model Server has no package.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any
 
 import httpx2
 from generate import save_model
-from serving_peers import PEERS, export_genai, installed
+from serving_peers import PEERS, export_genai, installed, vllm_command
 
 from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
@@ -155,7 +157,7 @@ START_SECONDS = 600.0
 PROMISE_MS = 2000.0
 CONTENDERS = (
     "upshift exact", "upshift 0.99", "upshift 0.98", "genai fp32", "genai int8", "llama.cpp f16", "llama.cpp q8_0",
-    "transformers", "transformers batched",
+    "transformers", "transformers batched", "vllm fp32", "upshift-vllm exact",
 )  # fmt: skip
 
 
@@ -165,13 +167,16 @@ def command_of(contender: str, model: Path, port: int, concurrency: int, promise
         batched = ["--continuous-batching"] if how == "batched" else []
         program = str(Path(sys.executable).with_name("transformers"))
         return [program, "serve", str(model), "--port", str(port), "--device", "cpu", "--dtype", "float32", *batched]
+    if name == "vllm":
+        return vllm_command(model, port, concurrency)
     if name in PEERS:
         peer = str(Path(__file__).with_name("serving_peers.py"))
         return [sys.executable, peer, contender, str(model), str(port), str(concurrency)]
     limits = [] if promise is None else ["--max-ttft-ms", str(promise)]
     expected = ["--prompt-length", "72", "--output-length", str(MAX_TOKENS), "--concurrency", str(concurrency)]
     serve = [sys.executable, "-m", "upshift.cli.main", "serve", str(model), "--port", str(port), "--quality", how]
-    return [*serve, *expected, *limits]
+    engine = ["--engine", "vllm"] if name == "upshift-vllm" else []
+    return [*serve, *expected, *limits, *engine]
 
 
 @contextmanager

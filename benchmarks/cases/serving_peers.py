@@ -25,6 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from upshift.hardware.cpu_affinity import allowed_cpus, one_per_core
+from upshift.inference.engine_environment import find_environment
 from upshift.inference.weights import engine_folder, find_weights
 
 PEERS = {"llama.cpp": "xllamacpp", "genai": "openvino_genai"}
@@ -36,7 +38,20 @@ OPTIMUM = Path(__file__).parents[2] / "build" / "optimum"
 
 def installed(contender: str) -> bool:
     name = contender.partition(" ")[0]
+    if name in ("vllm", "upshift-vllm"):
+        return find_environment(None) is not None
     return PEERS.get(name) is None or find_spec(PEERS[name]) is not None
+
+
+def vllm_command(model: Path, port: int, clients: int) -> list[str]:
+    """vLLM's own server with the settings that Upshift gives to its engine."""
+    environment = find_environment(None)
+    assert environment is not None
+    cores = ",".join(map(str, one_per_core(allowed_cpus())))
+    variables = [f"VLLM_CPU_OMP_THREADS_BIND={cores}", f"VLLM_CPU_KVCACHE_SPACE={CACHE_GB}", "TORCHDYNAMO_DISABLE=1"]
+    server = [str(environment.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    settings = ["--dtype", "float32", "--max-num-seqs", str(clients), "--enforce-eager", "--max-model-len", str(PLACES)]
+    return ["env", "-u", "PYTHONPATH", "-u", "OMP_NUM_THREADS", *variables, *server, *settings]
 
 
 def export_genai(model: Path, weights: str) -> None:

@@ -59,6 +59,10 @@ class JobFailed(UpshiftError):
     """Report a job that started and could not finish. The message says what is safe on disk."""
 
 
+class EngineEnded(JobFailed):
+    """Report that the process of an engine has ended although nobody told it to."""
+
+
 class Interrupted(UpshiftError):
     """Report that SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -251,12 +251,17 @@ def count_gpus_by_bus() -> None:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
-def take_gpu(number: int) -> None:
-    """Choose one of the GPUs that this process may use, as CUDA counts them.
+def take_gpus(numbers: Sequence[int]) -> None:
+    """Choose some of the GPUs that this process may use, as CUDA counts them.
 
     Call it before a library that looks for GPUs is loaded."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = _name_gpus(numbers)
+
+
+def _name_gpus(numbers: Sequence[int]) -> str:
+    """Return the names of GPUs, which are counted among those that this process may use."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
+    return ",".join(visible[number] if visible else str(number) for number in numbers)
 
 
 def quiet_tensorflow() -> None:
@@ -306,7 +311,12 @@ def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
-def vllm_environment(*, cores: str | None, cache_gib: int | None, compiles: bool) -> dict[str, str]:
+def outside_environment() -> dict[str, str]:
+    """Return the environment for a Python interpreter of another environment, which must not find our libraries."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def vllm_environment(*, cores: str | None, cache_gib: int | None, gpus: Sequence[int] | None, compiles: bool) -> dict[str, str]:
     """Return the environment for a process of vLLM, which finds its libraries in an environment of its own.
 
     Variables that the user has set stay.
@@ -314,6 +324,7 @@ def vllm_environment(*, cores: str | None, cache_gib: int | None, compiles: bool
     Args:
         cores: the CPUs of each rank, such as 0,1|2,3. None: the model runs on GPUs.
         cache_gib: memory for keys and values on a CPU.
+        gpus: the GPUs of this process among those that this process may use. None: all.
         compiles: whether vLLM may compile. It does so even in a single function of an engine that runs uncompiled."""
     variables = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the model is a folder
     if cores is not None:
@@ -323,7 +334,10 @@ def vllm_environment(*, cores: str | None, cache_gib: int | None, compiles: bool
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib)
     if not compiles:
         variables["TORCHDYNAMO_DISABLE"] = "1"
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")}
+    inherited = outside_environment()
+    inherited.pop("OMP_NUM_THREADS", None)
+    if gpus is not None:
+        inherited["CUDA_VISIBLE_DEVICES"] = _name_gpus(gpus)
     return {**variables, **inherited}
 
 

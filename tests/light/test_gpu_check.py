@@ -161,11 +161,12 @@ def packed_secrets(folder: Path) -> list[str]:
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(folder: Path) -> None:
+    part = planted("facts", "hangs")
     check = check_of(folder, "--minutes", "1")
-    check.run([planted("facts", "hangs")])
+    check.run([part])
     row = check.rows["facts"]
     assert row.status == "failed"
-    assert row.reason == "took longer than its 6 s: waiting for the other rank; --minutes 2 gives it twice the time"
+    assert row.reason == f"took longer than its {part.seconds / MINUTES:.0f} s: waiting for the other rank; --minutes 2 gives it twice the time"
     assert has_ended(int((folder / "child").read_text()))
 
 

@@ -348,3 +348,37 @@ def test_kubernetes_requests_are_limits() -> None:
     amounts = [json.loads(value.split("  #")[0]) for _, value in said]
     assert amounts == [{"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}] * 2
     assert 'OMP_NUM_THREADS", value: "4"' in text and '"WORD", value: "\\"two\\" words"' in text and '"pool": "fast"' in text
+
+
+def served(*options: str, words: tuple[str, ...] = ("serve", "my model", "--port", "9000")) -> Result:
+    return CliRunner().invoke(app, ["launch", *options, "--dry-run", "--", *words])
+
+
+def test_servers_on_slurm_and_kubernetes() -> None:
+    text = served("--slurm", "--nodes", "3", "--gpus", "4", "--hours", "2", "--env", "WORD=two words").stdout
+    check_shell(text)
+    assert "--nodes=3" in text and "--gpus-per-node=4" in text and "export WORD='two words'" in text and "$node:9000" in text
+    assert text.rstrip().endswith("-m upshift.cli.main serve 'my model' --port 9000 --host 0.0.0.0") and "--requeue" not in text
+    own_address = served("--slurm", words=("serve", "m", "--host=10.0.0.1")).stdout
+    assert own_address.rstrip().endswith("serve m --host=10.0.0.1")
+    encrypted = served(*KUBERNETES, words=("serve", "m", "--ssl-certfile", "cert.pem")).stdout
+    assert "kind: Deployment" in encrypted and "kind: Service" in encrypted and "scheme: HTTPS" in encrypted
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "text"),
+    [
+        (["--mpi"], ("serve", "m"), "--mpi starts trainings"),
+        (["--hosts", "a,b"], ("serve", "m"), "--hosts starts trainings"),
+        (["--slurm", "--nproc", "2"], ("serve", "m"), "--nproc is for trainings"),
+        (["--slurm", "--nodes", "1:3"], ("serve", "m"), "is a range"),
+        (["--slurm"], ("serve", "m", "--port", "0"), "--port 0 takes any port"),
+        (["--slurm", "--gpus", "4"], ("serve", "m", "--engine-set", "tensor_parallel_size=8"), "takes 8 GPUs of a host"),
+        (["--slurm"], ("serve", "m", "--engine-set", "tensor_parallel_size=no"), "tensor_parallel_size"),
+        (["--slurm"], ("encode", "m"), "-- serve MODEL"),
+        (["--kubernetes", "--image", "i"], ("serve", "m"), "needs --cpus"),
+    ],
+)
+def test_servers_that_cannot_start_are_refused(options: list[str], words: tuple[str, ...], text: str) -> None:
+    result = served(*options, words=words)
+    assert isinstance(result.exception, RequestError) and text in str(result.exception)

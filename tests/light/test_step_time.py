@@ -247,7 +247,7 @@ def test_rates_of_a_described_gpu_are_what_training_keeps_of_them(
     rates = predict_rates(host, PROFILE, plan)
     assert rates is not None
     assert rates == pytest.approx(
-        RankRates(matrix * reached, matrix * reached, attention * reached, memory * bandwidth, bandwidth, 6e-6, 0.0)
+        RankRates(matrix * reached, matrix * reached, attention * reached, memory * bandwidth, bandwidth, 5 * 6e-6, 0.0)
     )
     assert predict_rates(host.changed(gpu=host.gpu.changed(peak=None)), PROFILE, plan) is None
 
@@ -261,7 +261,7 @@ def test_a_probed_gpu_needs_no_datasheet_for_what_was_measured() -> None:
     host = describe("h100").changed(measured=probed)
     rates = predict_rates(host, PROFILE, plan_of(device="cuda"))
     assert rates is not None
-    assert rates[:6] == pytest.approx((0.74e14, 0.74e14, 0.22e14, 0.67e12, 1e12, 2e-6))
+    assert rates[:6] == pytest.approx((0.74e14, 0.74e14, 0.22e14, 0.67e12, 1e12, 5 * 2e-6))
     in_fp32 = predict_rates(host, PROFILE, plan_of(device="cuda", precision="fp32"))
     assert in_fp32 is not None and host.gpu is not None and host.gpu.peak is not None
     plain = predict_rates(describe("h100"), PROFILE, plan_of(device="cuda", precision="fp32"))

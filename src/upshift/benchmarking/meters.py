@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +90,20 @@ def _parts_of(value: object) -> list[object]:
 def resident_bytes() -> int:
     """Return the bytes that the process occupies now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def tree_bytes(pid: int) -> int:
+    """Return the bytes that a process and all that it has started occupy now. Processes that have ended count 0."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return sum(_resident(one) for one in (process, *process.children(recursive=True)))
+    return 0
+
+
+def _resident(process: psutil.Process) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return int(process.memory_info().rss)
+    return 0
 
 
 def anonymous_bytes() -> int:

@@ -71,6 +71,13 @@ Seed = Annotated[
 Chat = Annotated[
     bool, option("--chat", text="Each prompt is a message of a user. Uses the chat template of the model.", panel=Panel.TEXT)
 ]
+Draft = Annotated[
+    str | None,
+    option(
+        "--draft", text="A smaller model that guesses tokens, which MODEL checks. Needs --engine torch or vllm.",
+        panel=Panel.ENGINES, metavar="MODEL", default="none",
+    ),
+]  # fmt: skip
 Backend = Annotated[
     str,
     option(
@@ -104,6 +111,7 @@ def command(
     engine: Engine = None,
     engine_python: EnginePython = None,
     engine_settings: EngineSettings = None,
+    draft: Draft = None,
     backend: Backend = "race",
     max_ttft_ms: MaxTtft = None,
     max_tpot_ms: MaxTpot = None,
@@ -130,7 +138,7 @@ def command(
     generation_options = _merge_options(options or [], flags)
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
-        "race_seconds": race_seconds, "engine_python": engine_python,
+        "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft,
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if form == BATCH_FORM and prompts is not None and output is not None:

@@ -1,4 +1,4 @@
-"""Run ``upshift launch``: start the ranks of a training on several hosts, from here or by the scheduler of a cluster."""
+"""Run ``upshift launch``: start a training or a server on several hosts, from here or by the scheduler of a cluster."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from upshift.atomic_file import write_whole
+from upshift.cli import serve as serve_command
 from upshift.cli import tables
 from upshift.cli import train as train_command
-from upshift.cli.options import Overwrite, argument, command_line_options, option
+from upshift.cli.options import Overwrite, argument, command_line_options, option, read_settings_of
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.launching import hosts, kubernetes, mpi, ray, slurm
+from upshift.inference.engine_environment import read_arguments
+from upshift.launching import hosts, kubernetes, mpi, ray, server, slurm
 from upshift.launching.request import MAX_RESTARTS, OVERWRITES, RENDEZVOUS_PORT, Launch, current_folder
 
 FILES = {  # by launcher: the default of --output, and the command that submits the file
@@ -32,12 +34,16 @@ USED_BY = {  # the launchers that use an option, if not all do
     "cpus": ("slurm", "kubernetes", "mpi", "ray"), "port": ("hosts", "slurm", "mpi"),
     "name": ("hosts", "slurm", "kubernetes", "ray"), "max_restarts": ("hosts", "slurm", "kubernetes", "ray"),
 }  # fmt: skip
+SERVERS = ("slurm", "kubernetes")  # the launchers that start servers
+OF_TRAININGS = ("kind", "nproc", "max_restarts", "port")  # options that only trainings use
 OF_FIXED_SIZE = ("mpi", "ray")  # launchers whose jobs have a fixed number of hosts
 IMAGE_PYTHON = "python"  # the interpreter in a container
 
 Train = Annotated[
     list[str] | None,
-    argument("-- train MODEL ...", "The training command that every rank runs, after --.", panel=Panel.LAUNCHER),
+    argument(
+        "-- train MODEL ...", "The command of each host, after --: train MODEL ..., or serve MODEL ...", panel=Panel.LAUNCHER
+    ),
 ]
 Hosts = Annotated[
     str | None,
@@ -131,12 +137,21 @@ def command(
     name: Name = "upshift", port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:  # fmt: skip
-    """Start a training on several hosts, or write the job file that starts it. The training command stands after --."""
+    """Start a training or a server on several hosts, or write the job file that starts it. Its command stands after --."""
     chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
     launcher = _choose_launcher([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
     host_names = tuple(hosts_.split(",")) if hosts_ is not None else ()
     _check_used(launcher, command_line_options(context), host_names)
     min_nodes, max_nodes = _node_range(nodes, host_names, launcher)
+    fields = {
+        "name": name, "cpus": cpus, "memory": memory, "gpus": gpus, "environment": _pairs("--env", env), "image": image,
+        "node_selector": _pairs("--node-selector", node_selector),
+    }  # fmt: skip
+    if train and train[0] == "serve":
+        _check_serves(launcher, command_line_options(context), nodes)
+        text = _server_file(launcher, train, {**fields, "nodes": max_nodes}, hours=hours, partition=partition)
+        _write_or_print(text, launcher, output, dry_run=dry_run, overwrite=overwrite)
+        return
     if train and train[0] == "train":
         options = train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
         if options["overwrite"]:  # of the words, or of the file of --config
@@ -145,10 +160,8 @@ def command(
     in_image = launcher == "kubernetes"
     folder = "" if in_image or launcher == "ray" else current_folder()
     launch = Launch(
-        train=tuple(train or ()), name=name, hosts=host_names, min_nodes=min_nodes, max_nodes=max_nodes, nproc=nproc, cpus=cpus,
-        memory=memory, gpus=gpus, max_restarts=max_restarts, environment=_pairs("--env", env), image=image,
-        node_selector=_pairs("--node-selector", node_selector), port=port, folder=folder,
-        python=IMAGE_PYTHON if in_image else sys.executable,
+        train=tuple(train or ()), hosts=host_names, min_nodes=min_nodes, max_nodes=max_nodes, nproc=nproc,
+        max_restarts=max_restarts, port=port, folder=folder, python=IMAGE_PYTHON if in_image else sys.executable, **fields,
     )  # fmt: skip
     writers = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
@@ -157,7 +170,44 @@ def command(
         "ray": lambda: ray.ray_file(launch),
         "hosts": lambda: hosts.launch_script(launch),
     }
-    text = writers[launcher]()
+    if _write_or_print(writers[launcher](), launcher, output, dry_run=dry_run, overwrite=overwrite):
+        return
+    if launcher == "mpi":
+        mpi.run(launch)
+    else:
+        hosts.run(launch)
+
+
+def _check_serves(launcher: str, options: Mapping[str, str], nodes: str | None) -> None:
+    """Raise RequestError for a launcher that starts no servers, and for options of a training."""
+    if launcher not in SERVERS:
+        raise RequestError(
+            f"--{launcher} starts trainings, and the command after -- is serve; use --slurm or --kubernetes, or start it on each "
+            "host"
+        )
+    unused = next((options[name] for name in OF_TRAININGS if name in options), None)
+    if unused is not None:
+        raise RequestError(f"{unused} is for trainings, and the command after -- is serve; leave it out")
+    if nodes is not None and ":" in nodes:
+        raise RequestError(f"--nodes {nodes} is a range, and a server runs on a fixed number of hosts; give one number")
+
+
+def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hours: float | None, partition: str | None) -> str:
+    """Return the file that starts servers. ``words``: the command after --. ``fields``: of the ServerJob."""
+    options = serve_command.parse(words[1:])  # a wrong option would stop the server only when it starts
+    engine_settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
+    num_devices = read_arguments(engine_settings).ranks * (options["replicas"] or 1)
+    in_image = launcher == "kubernetes"
+    job = server.ServerJob(
+        serve=tuple(words), port=options["port"], is_encrypted=options["ssl_certfile"] is not None,
+        num_devices=num_devices, folder="" if in_image else current_folder(),
+        python=IMAGE_PYTHON if in_image else sys.executable, **fields,
+    )  # fmt: skip
+    return server.deployment(job) if in_image else server.sbatch_file(job, hours=hours, partition=partition)
+
+
+def _write_or_print(text: str, launcher: str, output: Path | None, *, dry_run: bool, overwrite: bool) -> bool:
+    """Print the text, or write it to the file of ``--output`` or of the launcher. Return whether either was done."""
     default, submit = FILES[launcher]
     path = output or (Path(default) if default else None)
     if dry_run:
@@ -165,10 +215,7 @@ def command(
     elif path is not None:
         _write_file(path, text, overwrite=overwrite)
         tables.out.print(f"Wrote {path}; submit it with: {submit.format(path)}", highlight=False, soft_wrap=True)
-    elif launcher == "mpi":
-        mpi.run(launch)
-    else:
-        hosts.run(launch)
+    return dry_run or path is not None
 
 
 def _choose_launcher(chosen: list[str], host_list: str | None) -> str:

@@ -27,6 +27,7 @@ from upshift.cli import (
     tune,
     xla,
 )
+from upshift.cli.machine import engines
 from upshift.cli.plan import command as plan
 from upshift.cli.progress import progress_lines
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
@@ -132,6 +133,7 @@ for entry in COMMANDS:
     register(entry.function)
 app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE)
 app.add_typer(data.app, name="data", rich_help_panel=WRITE)
+app.add_typer(engines.app, name="engines", rich_help_panel=MACHINE)
 app.add_typer(xla.app, name="xla", rich_help_panel=MACHINE)
 
 

@@ -240,7 +240,7 @@ EnginePython = Annotated[
     Path | None,
     option(
         "--engine-python", text="The Python interpreter of an environment that has vLLM. With it, the engine vllm races, too.",
-        panel=Panel.ENGINES, metavar="PATH", default="the variable UPSHIFT_VLLM_PYTHON, or no vLLM",
+        panel=Panel.ENGINES, metavar="PATH", default="UPSHIFT_VLLM_PYTHON, or what upshift engines install made",
     ),
 ]  # fmt: skip
 EngineSettings = Annotated[

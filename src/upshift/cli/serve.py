@@ -6,15 +6,18 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+
+import typer
 
 from upshift.cli import progress, tables
 from upshift.cli.options import (
     ApiKeyFile,
     Engine,
+    EnginePython,
+    EngineSettings,
     GenerationSettings,
     MaxTpot,
     MaxTtft,
@@ -26,10 +29,13 @@ from upshift.cli.options import (
     option,
     read_api_keys,
     read_generation_settings,
+    read_settings_of,
 )
 from upshift.cli.tables import dim
+from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
+from upshift.serving.messages import EngineRequest
 from upshift.units import GIB, format_seconds
 from upshift.versions import installed_version
 
@@ -184,6 +190,10 @@ MaxBodyMb = Annotated[
     option("--max-body-mb", text="The largest request, in megabytes.", panel=Panel.LIMITS, metavar="MB", least=0.001),
 ]
 
+FOR_TEXTS = {  # options that only models use which generate, by name
+    "max_tpot_ms": "--max-tpot-ms", "output_length": "--output-length", "concurrency": "--concurrency",
+    "engine_python": "--engine-python", "engine_settings": "--engine-set",
+}  # fmt: skip
 NOT_OF_A_SERVER = {  # options of generation
     "seed": "each request has a seed of its own",
     "prompt_lookup_num_tokens": "a server computes several texts at once, and one text alone can look tokens up",
@@ -205,6 +215,8 @@ def command(
     max_waiting: MaxWaiting = 256,
     quality: Quality = "exact",
     engine: Engine = None,
+    engine_python: EnginePython = None,
+    engine_settings: EngineSettings = None,
     adapter: Adapters = None,
     adapter_folder: AdapterFolder = None,
     batch_folder: BatchFolder = None,
@@ -220,33 +232,25 @@ def command(
     race_seconds: RaceSeconds = None,
 ) -> None:
     """Serve models with an OpenAI-compatible API. Tests the installed engines, uses the fastest one, and stops at Ctrl-C."""
+    given = dict(locals())
     _check_prompts(prompts, prompt_length)
     _check_libraries()
-    from upshift.inference.race.types import read_limit, read_seconds
-    from upshift.serving.messages import EngineRequest
+    from upshift.inference.engine_environment import choose_environment
     from upshift.serving.server import serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _models_by_name(models)
-    adapters = _assign_adapters(_read_adapters(adapter or []), names, adapter_folder, engine)
-    typed = {"--max-tpot-ms": max_tpot_ms, "--output-length": output_length, "--concurrency": concurrency}
-    generation_options = tuple(option for option, value in typed.items() if value is not None)
-    common = EngineRequest(
-        model="", quality=quality, engine=engine,
-        max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
-        concurrency=concurrency or DEFAULT_CONCURRENCY, prompts=None if prompts is None else str(prompts.resolve()),
-        prompt_length=prompt_length, output_length=output_length, max_waiting=max_waiting,
-        race_seconds=read_seconds(race_seconds), options=_read_settings(settings or []), allow_special=allow_special,
-        generation_options=generation_options if len(names) == 1 else (), takes_adapters=adapter_folder is not None,
-    )  # fmt: skip
-    requests = _requests_by_name(common, names, adapters)
+    requests = _engine_requests(names, given)
+    request = next(iter(requests.values()))
+    environment = choose_environment(engine, engine_python, request.engine_arguments)
+    ranks = 1 if environment is None else environment.arguments.ranks
     limits = _make_limits(request_seconds, max_body_mb, api_key_file, adapter_folder, batch_folder)
     address = _make_address(host, port, ssl_certfile, ssl_keyfile, root_path, allow_origin)
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
-            requests, address, limits, replicas=_num_replicas(replicas),
-            memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=generation_options,
+            requests, address, limits, replicas=_num_replicas(replicas, ranks),
+            memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=_typed_for_texts(given),
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
 
@@ -274,18 +278,8 @@ def _assign_adapters(
     if adapter_folder is not None and not adapter_folder.is_dir():
         raise RequestError(f"--adapter-folder {adapter_folder} is no folder; give the one that has the adapters")
     if adapters or adapter_folder is not None:
-        check_engine_of_adapters(engine)
+        check_engine_of_adapters(engine, loads_later=adapter_folder is not None)
     return adapters
-
-
-def _requests_by_name(common: Any, names: Mapping[str, str], adapters: Mapping[str, dict[str, str]]) -> dict[str, Any]:
-    """Return the requests for the engines of all models, from what they have in common."""
-    return {
-        name: common.changed(
-            model=model, adapters=adapters.get(name, {}), takes_adapters=common.takes_adapters or name in adapters
-        )
-        for name, model in names.items()
-    }
 
 
 def _make_address(
@@ -320,6 +314,50 @@ def _make_folder(folder: Path | None) -> Path | None:
     return folder
 
 
+def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, EngineRequest]:
+    """Return the requests of the engines by the names of the models. ``given``: the options of the command by name."""
+    from upshift.inference.adapters import check_adapters
+    from upshift.inference.race.types import read_limit, read_seconds
+
+    same = ("quality", "engine", "prompt_length", "output_length", "max_waiting", "allow_special")
+    adapters = _assign_adapters(_read_adapters(given["adapter"] or []), names, given["adapter_folder"], given["engine"])
+    if given["engine"] == "vllm":
+        check_adapters([folder for folders in adapters.values() for folder in folders.values()])
+    prompts: Path | None = given["prompts"]
+    engine_python: Path | None = given["engine_python"]
+    engine_settings = given["engine_settings"] or []
+    fields: dict[str, Any] = {
+        **{name: given[name] for name in same},
+        "engine_python": None if engine_python is None else str(engine_python),
+        "engine_arguments": read_settings_of("--engine-set", engine_settings, example="tensor_parallel_size=2"),
+        "max_ttft_ms": read_limit("max-ttft-ms", given["max_ttft_ms"]),
+        "max_tpot_ms": read_limit("max-tpot-ms", given["max_tpot_ms"]),
+        "concurrency": given["concurrency"] or DEFAULT_CONCURRENCY,
+        "prompts": None if prompts is None else str(prompts.resolve()),
+        "race_seconds": read_seconds(given["race_seconds"]),
+        "options": _read_settings(given["settings"] or []),
+        "generation_options": _typed_for_texts(given) if len(names) == 1 else (),
+    }
+    takes_any = given["adapter_folder"] is not None
+    return {
+        name: EngineRequest(model=model, takes_adapters=takes_any or name in adapters, adapters=adapters.get(name, {}), **fields)
+        for name, model in names.items()
+    }
+
+
+def _typed_for_texts(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options that the user typed and that only models use which generate."""
+    return tuple(option for name, option in FOR_TEXTS.items() if given[name] is not None)
+
+
+def parse(words: Sequence[str]) -> dict[str, Any]:
+    """Parse the words that follow ``upshift serve``. Return the options by name. Raise RequestError for wrong ones."""
+    app = typer.Typer(add_completion=False)
+    app.command("serve", cls=HelpCommand)(command)
+    parsed: dict[str, Any] = typer.main.get_command(app).make_context("upshift serve", list(words)).params
+    return parsed
+
+
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:
     if prompts is not None and prompt_length is not None:
         raise RequestError(
@@ -343,20 +381,27 @@ def _read_settings(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _num_replicas(requested: int | None) -> int:
-    """Return the number of replicas of each model: as requested, or one a GPU, or without GPUs one a NUMA node.
+def _num_replicas(requested: int | None, ranks: int) -> int:
+    """Return the number of replicas of each model: as requested, or as many as the GPUs allow, or without GPUs one a NUMA node.
 
-    Memory of another NUMA node is slower. Raise RequestError for more replicas than GPUs, or than cores."""
+    Memory of another NUMA node is slower. ``ranks``: the devices of each replica. Raise RequestError for more replicas than the
+    GPUs, or the cores, allow."""
     from upshift.hardware import detect
 
     host = detect()
     cores = host.cpu.usable_cores if host.cpu is not None else 1
-    limit = host.gpus_per_node or cores
+    devices = host.gpus_per_node or cores
+    limit = max(devices // ranks, 1)
     if requested is not None and requested > limit:
         unit = "GPUs" if host.gpus_per_node else "cores"
-        raise RequestError(f"--replicas {requested} is more than the {limit} {unit} of this machine; ask for at most {limit}")
+        of_each = f", with {ranks} of them for each," if ranks > 1 else ""
+        raise RequestError(
+            f"--replicas {requested}{of_each} is more than the {devices} {unit} of this machine; ask for at most {limit}"
+        )
+    if host.gpus_per_node:
+        return requested or limit
     nodes = host.cpu.numa_nodes if host.cpu is not None and host.cpu.numa_nodes else 1
-    return requested or host.gpus_per_node or min(nodes, cores)
+    return requested or min(nodes, limit)
 
 
 def _models_by_name(models: list[str]) -> dict[str, str]:

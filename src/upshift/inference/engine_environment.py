@@ -21,9 +21,10 @@ from upshift.value import Value
 
 WORKER = Path(__file__).parent / "generation" / "engines" / "vllm_worker.py"
 VARIABLE = "UPSHIFT_VLLM_PYTHON"
+INSTALLED = "upshift-installed"  # an empty file, which an environment has when it is whole
 DESCRIBE_SECONDS = 60.0
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # vLLM's names of precisions
-EXAMPLE = "such as ENV/bin/python of an environment into which pip installed vllm"
+EXAMPLE = "such as that of an environment from upshift engines install vllm"
 
 
 class EngineArguments(Value):
@@ -32,6 +33,7 @@ class EngineArguments(Value):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     tensor_parallel_size: int | None = Field(None, gt=0)
     pipeline_parallel_size: int | None = Field(None, gt=0)
+    data_parallel_size: int | None = Field(None, gt=0)
     enable_expert_parallel: bool | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -41,6 +43,7 @@ class EngineArguments(Value):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     enable_prefix_caching: bool | None = None
     enforce_eager: bool | None = None
+    speculative_config: str | None = Field(None, description="how vLLM guesses tokens, as JSON: method, model and others")
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -48,9 +51,27 @@ class EngineArguments(Value):
         return self.model_dump(exclude_none=True)
 
     @property
-    def ranks(self) -> int:
-        """Return the number of processes that share the model."""
+    def of_a_replica(self) -> dict[str, Any]:
+        """Return the fixed arguments of each replica, which is an engine of vLLM by itself."""
+        arguments = {name: value for name, value in self.fixed.items() if name != "data_parallel_size"}
+        if self.speculative_config is not None:
+            arguments["speculative_config"] = json.loads(self.speculative_config)
+        return arguments
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of engines that have the whole model."""
+        return self.data_parallel_size or 1
+
+    @property
+    def shards(self) -> int:
+        """Return the number of devices that share one model."""
         return (self.tensor_parallel_size or 1) * (self.pipeline_parallel_size or 1)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of devices of all replicas."""
+        return self.shards * self.replicas
 
 
 class EngineEnvironment(Value):
@@ -87,15 +108,16 @@ def choose_environment(
 
 
 def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None = None) -> EngineEnvironment | None:
-    """Return the environment that has vLLM, or None if the user names none.
+    """Return the environment that has vLLM, or None if there is none.
 
     Args:
-        requested: the value of ``--engine-python``. None: the variable UPSHIFT_VLLM_PYTHON, if it is set.
+        requested: the value of ``--engine-python``. None: that of the variable UPSHIFT_VLLM_PYTHON if it is set, or else what
+            ``upshift engines install`` has made.
         arguments: the engine arguments that the user fixes.
 
     Raise RequestError if the interpreter does not run, if it has no vLLM, or for a wrong argument."""
     fixed = read_arguments(arguments or {})
-    python = requested or read_settings().vllm_python
+    python = requested or read_settings().vllm_python or _installed_python()
     if python is None:
         if fixed.fixed:
             raise RequestError(
@@ -103,7 +125,8 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
                 f"--engine-python PATH, {EXAMPLE}"
             )
         return None
-    name = "--engine-python" if requested is not None else f"the environment variable {VARIABLE},"
+    names = {requested: "--engine-python", read_settings().vllm_python: f"the environment variable {VARIABLE},"}
+    name = names.get(python, "the environment of upshift engines install,")
     versions = _ask_versions(python, name)
     return EngineEnvironment(
         python=python,
@@ -114,25 +137,44 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
     )
 
 
+def installed_folder() -> Path:
+    """Return the folder into which ``upshift engines install vllm`` installs."""
+    return read_settings().cache_dir / "engines" / "vllm"
+
+
+def _installed_python() -> Path | None:
+    """Return the interpreter of what ``upshift engines install`` has made, or None if there is nothing, or nothing whole."""
+    folder = installed_folder()
+    return environment_python(folder) if (folder / INSTALLED).is_file() else None
+
+
+def environment_python(folder: Path) -> Path:
+    """Return the interpreter of a Python environment."""
+    return folder / "bin" / "python"
+
+
 def examine_environment() -> Iterator[Finding]:
-    """Yield what ``upshift doctor`` says of the environment that the variable names: its versions, or what is wrong with it."""
-    python = read_settings().vllm_python
+    """Yield what ``upshift doctor`` says of the environment with vLLM: its versions, or what is wrong with it."""
+    variable = read_settings().vllm_python
+    evidence = f"{installed_folder()}, by upshift engines install" if variable is None else f"{VARIABLE}={variable}"
+    fix = f"unset {VARIABLE}, or name another interpreter"
+    if variable is None:
+        fix = "run upshift engines install vllm again, or remove the folder"
     try:
         environment = find_environment(None)
     except RequestError as problem:
-        yield error(
-            "vllm", what=str(problem), evidence=f"{VARIABLE}={python}", fix=f"unset {VARIABLE}, or name another interpreter"
-        )
+        yield error("vllm", what=str(problem), evidence=evidence, fix=fix)
         return
     if environment is not None:
-        yield ok("vllm", what=f"{environment.describe()} race in upshift generate", evidence=f"{VARIABLE}={python}")
+        yield ok("vllm", what=f"{environment.describe()} race in upshift generate and upshift serve", evidence=evidence)
 
 
 def require_environment(environment: EngineEnvironment | None) -> EngineEnvironment:
     """Return the environment. Raise RequestError if there is none."""
     if environment is None:
         raise RequestError(
-            f"--engine vllm runs in a Python environment of its own; give --engine-python PATH, {EXAMPLE}, or set {VARIABLE}"
+            "--engine vllm runs in a Python environment of its own; install it with upshift engines install vllm, or give "
+            f"--engine-python PATH, or set {VARIABLE}"
         )
     return environment
 
@@ -145,7 +187,9 @@ def read_arguments(arguments: Mapping[str, Any]) -> EngineArguments:
             f"--engine-set {unknown[0]} is not an argument to fix; use one of {', '.join(EngineArguments.model_fields)}"
         )
     try:
-        return EngineArguments.from_fields(dict(arguments))
+        # A JSON object on the command line is a dict, and a Value holds the same text for the same arguments.
+        written = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in arguments.items()}
+        return EngineArguments.from_fields(written)
     except RequestError as error:
         raise RequestError(f"--engine-set: {error}") from None
 
@@ -195,7 +239,7 @@ def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
         raise RequestError(f"{name} {python} does not run as a Python interpreter; give one, {EXAMPLE}") from None
     if found is None:
         raise RequestError(
-            f"{name} {python} (Python {versions['python']}) has no vLLM; install it there ({python} -m pip install vllm), or "
-            "give the interpreter of another environment"
+            f"{name} {python} (Python {versions['python']}) has no vLLM; install it with upshift engines install "
+            "vllm, or give the interpreter of another environment"
         )
     return versions

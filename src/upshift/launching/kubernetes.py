@@ -6,9 +6,10 @@ The YAML is written as text, so that it has comments. Every value in it is JSON,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from upshift.errors import RequestError
-from upshift.launching.request import Launch
+from upshift.launching.request import HostJob, Launch
 
 KINDS = ("PyTorchJob", "TrainJob")
 RUNTIME = "torch-distributed"  # the runtime that Kubeflow's trainer installs
@@ -16,15 +17,11 @@ RUNTIME = "torch-distributed"  # the runtime that Kubeflow's trainer installs
 
 def manifest(launch: Launch, kind: str) -> str:
     """Return the YAML file of a job. Raise RequestError for options that it lacks, and for an unknown kind."""
-    if launch.image is None:
-        raise RequestError("--kubernetes needs --image IMAGE: a container image with upshift in it, as in example.com/upshift:1")
-    if launch.cpus is None or launch.memory is None:
-        missing = "--cpus N" if launch.cpus is None else "--memory AMOUNT, as in 64Gi"
-        raise RequestError(f"--kubernetes needs {missing}, of a node: they are the pod's requests and limits, and so its own")
+    image = launch.container
     if kind == "PyTorchJob":
-        return _pytorch_job(launch, image=launch.image)
+        return _pytorch_job(launch, image=image)
     if kind == "TrainJob":
-        return _train_job(launch, image=launch.image)
+        return _train_job(launch, image=image)
     raise RequestError(f"--kind {kind!r} is no kind of job; use one of {', '.join(KINDS)}")
 
 
@@ -34,9 +31,9 @@ def _pytorch_job(launch: Launch, *, image: str) -> str:
 apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 metadata:
-  name: {_value(launch.name)}
+  name: {as_yaml(launch.name)}
 spec:
-  nprocPerNode: {_value(str(launch.ranks_per_node))}  # ranks of a pod
+  nprocPerNode: {as_yaml(str(launch.ranks_per_node))}  # ranks of a pod
   elasticPolicy:  # the operator tells torchrun where the pods meet, by variables that begin with PET_
     rdzvBackend: "c10d"
     minReplicas: {launch.min_nodes}  # fewer pods wait; more join when they can
@@ -50,14 +47,14 @@ spec:
       restartPolicy: "OnFailure"  # it goes on from the newest checkpoint, which must lie on a volume that all pods see
       template:
         spec:
-{_selector(launch, " " * 10)}\
+{selector_lines(launch, " " * 10)}\
           containers:
             - name: "pytorch"  # the operator looks for this name
-              image: {_value(image)}
-              command: {_value(["python", "-m", "torch.distributed.run", *launch.command])}
+              image: {as_yaml(image)}
+              command: {as_yaml(["python", "-m", "torch.distributed.run", *launch.command])}
 {_env(launch, " " * 14)}\
               resources:
-{_resources(launch, " " * 16)}\
+{resource_lines(launch, " " * 16)}\
               volumeMounts:
                 - {{name: "shm", mountPath: "/dev/shm"}}
           volumes:
@@ -76,21 +73,21 @@ def _train_job(launch: Launch, *, image: str) -> str:
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
-  name: {_value(launch.name)}
+  name: {as_yaml(launch.name)}
 spec:
   runtimeRef:
     apiGroup: trainer.kubeflow.org
     kind: ClusterTrainingRuntime
-    name: {_value(RUNTIME)}
+    name: {as_yaml(RUNTIME)}
   trainer:
-    image: {_value(image)}
+    image: {as_yaml(image)}
     numNodes: {launch.max_nodes}
     numProcPerNode: {launch.ranks_per_node}  # ranks of a pod
     # The runtime tells torchrun where the pods meet, by variables that begin with PET_.
-    command: {_value(["python", "-m", "torch.distributed.run", f"--max-restarts={launch.max_restarts}", *launch.command])}
+    command: {as_yaml(["python", "-m", "torch.distributed.run", f"--max-restarts={launch.max_restarts}", *launch.command])}
 {_env(launch, " " * 4)}\
     resourcesPerNode:
-{_resources(launch, " " * 6)}\
+{resource_lines(launch, " " * 6)}\
   runtimePatches:
     - manager: "upshift.dev/launch"
       trainingRuntimeSpec:
@@ -102,7 +99,7 @@ spec:
                   spec:
                     template:
                       spec:
-{_selector(launch, " " * 24)}\
+{selector_lines(launch, " " * 24)}\
                         containers:
                           - name: "node"
                             volumeMounts:
@@ -113,11 +110,12 @@ spec:
 """
 
 
-def _value(value: object) -> str:
+def as_yaml(value: object) -> str:
+    """Return a value as JSON, which is valid YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _resources(launch: Launch, indent: str) -> str:
+def resource_lines(launch: HostJob, indent: str) -> str:
     """Return equal requests and limits, which make the pod "Guaranteed".
 
     Such a pod has its cores to itself if the kubelet's CPU manager policy is static."""
@@ -125,17 +123,23 @@ def _resources(launch: Launch, indent: str) -> str:
     if launch.gpus:
         amounts["nvidia.com/gpu"] = str(launch.gpus)
     comment = "  # as the limits: the cores are the pod's own, and it is the last to be evicted"
-    return f"{indent}requests: {_value(amounts)}{comment}\n{indent}limits: {_value(amounts)}\n"
+    return f"{indent}requests: {as_yaml(amounts)}{comment}\n{indent}limits: {as_yaml(amounts)}\n"
 
 
 def _env(launch: Launch, indent: str) -> str:
     threads = ("OMP_NUM_THREADS", str(max((launch.cpus or 1) // launch.ranks_per_node, 1)))  # a rank's share of the cores
-    lines = [f"  - {{name: {_value(name)}, value: {_value(value)}}}" for name, value in (threads, *launch.environment)]
-    return "".join(f"{indent}{line}\n" for line in ("env:", *lines))
+    return variable_lines((threads, *launch.environment), indent)
 
 
-def _selector(launch: Launch, indent: str) -> str:
+def variable_lines(variables: Iterable[tuple[str, str]], indent: str) -> str:
+    """Return the environment variables of a container."""
+    lines = [f"  - {{name: {as_yaml(name)}, value: {as_yaml(value)}}}" for name, value in variables]
+    return "".join(f"{indent}{line}\n" for line in ("env:", *lines)) if lines else ""
+
+
+def selector_lines(launch: HostJob, indent: str) -> str:
+    """Return the labels of the nodes, or nothing."""
     if not launch.node_selector:
         return ""
-    labels = "".join(f"{indent}  {_value(key)}: {_value(value)}\n" for key, value in launch.node_selector)
+    labels = "".join(f"{indent}  {as_yaml(key)}: {as_yaml(value)}\n" for key, value in launch.node_selector)
     return f"{indent}nodeSelector:\n{labels}"

@@ -1,4 +1,4 @@
-"""Describe and check a launch: the ranks' command, and the number and size of the hosts."""
+"""Describe and check a launch: the command on each host, and the number and size of the hosts."""
 
 from __future__ import annotations
 
@@ -23,52 +23,80 @@ _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]i")
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 
 
-class Launch(Value):
+class HostJob(Value):
+    """The size of the hosts of a job, and what the job's file says of them."""
+
+    name: str = "upshift"
+    cpus: int | None = None  # of a host, as are the next two
+    memory: str | None = None  # as Kubernetes writes it: 64Gi
+    gpus: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    image: str | None = None  # of a container
+    node_selector: tuple[tuple[str, str], ...] = ()
+    python: str = sys.executable
+    folder: str = ""  # the working folder; empty: that of the scheduler
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if not _NAME.fullmatch(self.name):
+            raise RequestError(f"--name {self.name!r} is not a job's name; use up to 40 of a-z, 0-9 and -, as in upshift-7b")
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            raise RequestError(f"--memory {self.memory!r} is not an amount; use a whole number of Ki, Mi, Gi or Ti, as in 64Gi")
+        self._check_pairs()
+        return self
+
+    def _check_pairs(self) -> None:
+        for name, _ in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise RequestError(f"--env: {name!r} is not the name of a variable; write --env NAME=VALUE")
+        for key, value in self.node_selector:
+            if not _LABEL.fullmatch(key) or (value and not _LABEL.fullmatch(value)):
+                raise RequestError(f"--node-selector {key}={value} is not a label; write KEY=VALUE, as kubectl shows it")
+
+    @property
+    def container(self) -> str:
+        """Return the image of a pod. Raise RequestError without one, or without the size of the pod."""
+        if self.image is None:
+            raise RequestError(
+                "--kubernetes needs --image IMAGE: a container image with upshift in it, such as example.com/upshift:1"
+            )
+        if self.cpus is None or self.memory is None:
+            missing = "--cpus N" if self.cpus is None else "--memory AMOUNT, as in 64Gi"
+            raise RequestError(f"--kubernetes needs {missing}, of a node: they are the pod's requests and limits, and so its own")
+        return self.image
+
+
+class Launch(HostJob):
     """A request to start ranks on hosts, which are named or only counted.
 
     ``train``: the command line of the ranks, starting with the word train."""
 
     train: tuple[str, ...]
-    name: str = "upshift"
     hosts: tuple[str, ...] = ()
     min_nodes: int = 1
     max_nodes: int = 1
     nproc: int | None = None  # ranks of a host; None: one for each of gpus, or else the host counts its GPUs or NUMA nodes
-    cpus: int | None = None  # of a host, as are the next two
-    memory: str | None = None  # as Kubernetes writes it: 64Gi
-    gpus: int = 0
     max_restarts: int = MAX_RESTARTS
-    environment: tuple[tuple[str, str], ...] = ()
-    image: str | None = None  # of a container
-    node_selector: tuple[tuple[str, str], ...] = ()
-    python: str = sys.executable
-    folder: str = ""  # the ranks' working folder; empty: that of their scheduler
     port: int = RENDEZVOUS_PORT
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_command()
-        self._check_job()
         self._check_hosts()
-        self._check_pairs()
         return self
 
     def _check_command(self) -> None:
         if self.train[:1] != ("train",):
             command = " ".join(self.train) or "nothing"
-            raise RequestError(f"after -- comes the ranks' command, which is train: got {command!r}; write -- train MODEL ...")
+            raise RequestError(
+                f"after -- comes the command of each host: got {command!r}; write -- train MODEL ..., or -- serve MODEL ..."
+            )
         if "--overwrite" in self.train:
             raise RequestError(OVERWRITES)
 
-    def _check_job(self) -> None:
+    def _check_hosts(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise RequestError(f"--nodes {self.min_nodes}:{self.max_nodes} is no range; give N, or MIN:MAX with 1 <= MIN <= MAX")
-        if not _NAME.fullmatch(self.name):
-            raise RequestError(f"--name {self.name!r} is not a job's name; use up to 40 of a-z, 0-9 and -, as in upshift-7b")
-        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
-            raise RequestError(f"--memory {self.memory!r} is not an amount; use a whole number of Ki, Mi, Gi or Ti, as in 64Gi")
-
-    def _check_hosts(self) -> None:
         repeated = [host for host in self.hosts if self.hosts.count(host) > 1]
         if repeated or "" in self.hosts:
             problem = f"names {repeated[0]} twice" if repeated else "has an empty name"
@@ -81,14 +109,6 @@ class Launch(Value):
         for host in self.hosts:
             if host.startswith("-") or re.search(r"\s", host):
                 raise RequestError(f"--hosts: {host!r} is not the name of a host; give names or addresses, as ssh takes them")
-
-    def _check_pairs(self) -> None:
-        for name, _ in self.environment:
-            if not _VARIABLE.fullmatch(name):
-                raise RequestError(f"--env: {name!r} is not the name of a variable; write --env NAME=VALUE")
-        for key, value in self.node_selector:
-            if not _LABEL.fullmatch(key) or (value and not _LABEL.fullmatch(value)):
-                raise RequestError(f"--node-selector {key}={value} is not a label; write KEY=VALUE, as kubectl shows it")
 
     @property
     def nodes(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from upshift.launching.request import Launch
+from upshift.launching.request import HostJob, Launch
 from upshift.launching.torchrun import environment_lines, rank_count_lines, torchrun_command
 
 
@@ -23,7 +23,7 @@ def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | 
         "set -euo pipefail",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # where the ranks meet',
         "export first",
-        *_folder(launch),
+        *folder_lines(launch),
         "",
         "# On each node; of a node that is lost, the others go on where --nodes gave a range.",
         "read -r -d '' of_node <<'END' || true",
@@ -40,9 +40,19 @@ def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | 
 
 def _directives(launch: Launch, hours: float | None, partition: str | None) -> list[str]:
     minimum = f"{launch.min_nodes}-" if launch.min_nodes != launch.max_nodes else ""
+    return [
+        *size_directives(launch, f"{minimum}{launch.max_nodes}", hours, partition),
+        "#SBATCH --requeue                      # started again, it goes on from the newest checkpoint",
+        "#SBATCH --no-kill                      # a lost node does not end the job",
+        "#SBATCH --output=%x-%j.log",
+    ]
+
+
+def size_directives(launch: HostJob, nodes: str, hours: float | None, partition: str | None) -> list[str]:
+    """Return the first lines of a file for sbatch: the number and the size of the nodes, with one task on each."""
     cores = "#SBATCH --exclusive                    # all cores of the nodes: neighbours share the memory's bandwidth"
     if launch.cpus:
-        cores = f"#SBATCH --cpus-per-task={launch.cpus}             # of the node's torchrun, and shared by its ranks"
+        cores = f"#SBATCH --cpus-per-task={launch.cpus}             # of the node, and shared by its processes"
     memory = "0                      # 0: all of the node's memory"
     if launch.memory:
         memory = f"{launch.memory[:-1]}                      # of a node"
@@ -55,18 +65,16 @@ def _directives(launch: Launch, hours: float | None, partition: str | None) -> l
         "#!/bin/bash",
         "# Written by `upshift launch --slurm`; submit it with: sbatch THIS_FILE",
         f"#SBATCH --job-name={launch.name}",
-        f"#SBATCH --nodes={minimum}{launch.max_nodes}",
-        "#SBATCH --ntasks-per-node=1            # one torchrun, which starts the ranks of its node",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1            # one process, which starts the others of its node",
         cores,
         f"#SBATCH --mem={memory}",
         *(line for line, is_used in optional_lines.items() if is_used),
-        "#SBATCH --requeue                      # started again, it goes on from the newest checkpoint",
-        "#SBATCH --no-kill                      # a lost node does not end the job",
-        "#SBATCH --output=%x-%j.log",
     ]
 
 
-def _folder(launch: Launch) -> list[str]:
+def folder_lines(launch: HostJob) -> list[str]:
+    """Return the line that changes to the working folder, if there is one."""
     return [f"cd {shlex.quote(launch.folder)}"] if launch.folder else []
 
 

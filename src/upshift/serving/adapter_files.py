@@ -89,10 +89,16 @@ def assign_adapters(adapters: Mapping[str, Path], models: Mapping[str, str]) -> 
     return assigned
 
 
-def check_engine_of_adapters(engine: str | None) -> None:
-    """Raise RequestError if the user asks for an engine that computes no adapters."""
-    if engine not in (None, "torch"):
+def check_engine_of_adapters(engine: str | None, *, loads_later: bool) -> None:
+    """Raise RequestError if the user asks for an engine that computes no adapters.
+
+    ``loads_later``: clients may load adapters while the server runs."""
+    if engine == "vllm" and loads_later:
         raise RequestError(
-            f"--engine {engine} computes no adapters, and the engine torch does; leave out --engine, or merge the adapter into "
-            "the model (upshift merge)"
+            "--engine vllm computes the adapters that it starts with; name each by --adapter NAME=FOLDER, or leave out --engine"
+        )
+    if engine not in (None, "torch", "vllm"):
+        raise RequestError(
+            f"--engine {engine} computes no adapters, and the engines torch and vllm do; leave out --engine, or merge the "
+            "adapter into the model (upshift merge)"
         )

@@ -39,6 +39,8 @@ class EngineRequest(Value):
     model: str
     quality: str = "exact"
     engine: str | None = None
+    engine_python: str | None = Field(None, description="the Python interpreter of an environment that has vLLM")
+    engine_arguments: dict[str, Any] = Field({}, description="engine arguments of vLLM that the user fixes, by name")
     max_ttft_ms: float | None = Field(None, description="promise: longest time to the first token of an admitted request")
     max_tpot_ms: float | None = Field(None, description="promise: longest mean time of a further token")
     concurrency: int = Field(8, gt=0, description="maximum number of sequences that are computed at once")
@@ -54,7 +56,7 @@ class EngineRequest(Value):
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     replica: int = Field(0, ge=0)
-    replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
+    replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
 
 
 class TemplateOptions(Value):

@@ -20,6 +20,8 @@ from upshift.errors import JobFailed
 from upshift.hardware.exchange_probe import free_port
 from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
+from upshift.launching.server import ServerJob
+from upshift.launching.server import deployment as server_deployment
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -215,6 +217,27 @@ def test_pytorch_job_is_what_kubeflow_takes(launch: Callable[..., Launch]) -> No
         check_object(document, "KubeflowOrgV1PyTorchJob", models)
 
 
+def test_a_server_is_what_kubernetes_takes() -> None:
+    yaml = pytest.importorskip("yaml")
+    models = pytest.importorskip("kubernetes.client", reason="no kubernetes client here").models
+    size: dict[str, Any] = {"cpus": 16, "memory": "64Gi", "gpus": 2, "image": "example.com/upshift:1"}
+    job = ServerJob(
+        serve=("serve", "m"), port=8000, nodes=3, node_selector=(("pool", "fast"),), environment=(("A", "b c"),), **size
+    )
+    deployment, service = yaml.safe_load_all(server_deployment(job))
+    check_object(deployment, "V1Deployment", models)
+    check_object(service, "V1Service", models)
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][-4:] == ["serve", "m", "--host", "0.0.0.0"] and deployment["spec"]["replicas"] == 3
+    labels = deployment["spec"]["selector"]["matchLabels"]
+    assert labels == pod["metadata"]["labels"] == service["spec"]["selector"]
+    assert container["ports"] == [{"name": service["spec"]["ports"][0]["targetPort"], "containerPort": 8000}]
+    container["startupProbe"]["path"] = "/"
+    with pytest.raises(AssertionError, match="path"):
+        check_object(deployment, "V1Deployment", models)
+
+
 def check_object(value: Any, kind: str, models: Any) -> None:
     """Against the types of an OpenAPI client: keys that it has, and values of their type, all the way down."""
     inner = kind.partition("[")[2].rpartition("]")[0]
@@ -226,8 +249,9 @@ def check_object(value: Any, kind: str, models: Any) -> None:
         assert isinstance(value, dict), kind
         for one in value.values():
             check_object(one, kind[5:-1].split(", ")[1], models)
-    elif kind in {"str", "int", "bool"}:
-        assert isinstance(value, {"str": str, "int": int, "bool": bool}[kind]), (kind, value)
+    elif kind in {"str", "int", "bool", "object"}:  # object: a number or a text
+        types = {"str": str, "int": int, "bool": bool, "object": (int, str)}
+        assert isinstance(value, types[kind]), (kind, value)
     else:
         model = getattr(models, kind, None) or getattr(__import__("kubernetes.client", fromlist=["models"]).models, kind)
         names = {model.attribute_map[name]: type_ for name, type_ in model.openapi_types.items()}

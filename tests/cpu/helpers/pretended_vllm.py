@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import signal
 import struct
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+REFUSED = 7  # a prompt that begins with this token
 VERSIONS = {"python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0"}
 
 
@@ -35,11 +37,11 @@ def run(folder: Path) -> None:
     table = json.loads((folder / "table.json").read_text())
     mode = (folder / "mode").read_text()
     arguments = json.loads(sys.stdin.readline())["start"]
-    (folder / "start.json").write_text(json.dumps(arguments))
+    (folder / "start.json").write_text(json.dumps({**arguments, "pid": os.getpid()}))
     if mode == "unknown model":
         answer(failed="ValueError: Model architectures ['Odd'] are not supported for now")
         return
-    answer(ready={"positions": arguments.get("max_model_len", 64), "vocabulary": len(table)})
+    answer(ready={"positions": arguments.get("max_model_len", 64), "vocabulary": len(table), "cache_tokens": 500})
     live: dict[int, dict[str, Any]] = {}
     steps = 0
     for line in sys.stdin:
@@ -47,6 +49,9 @@ def run(folder: Path) -> None:
         with (folder / "messages.jsonl").open("a") as log:
             log.write(line)
         for request in message.get("add", ()):
+            if request["prompt"][0] == REFUSED:
+                answer(refused=[request["id"], "ValueError: this prompt is refused"])
+                continue
             live[request["id"]] = {**request, "last": request["prompt"][-1], "given": 0}
         for number in message.get("abort", ()):
             live.pop(number, None)
@@ -60,14 +65,26 @@ def run(folder: Path) -> None:
             step(live, table)
 
 
+def score(row: list[float], token: int, count: int) -> list[Any]:
+    """What vLLM says of a token: its log-probability, those of the likeliest, and its rank."""
+    total = math.log(sum(map(math.exp, row)))
+    order = sorted(range(len(row)), key=lambda other: -row[other])
+    return [token, row[token] - total, [[other, row[other] - total] for other in order[:count]], 1 + order.index(token)]
+
+
 def step(live: dict[int, dict[str, Any]], table: list[list[float]]) -> None:
     tokens, logits, ended = [], [], []
     for number, request in list(live.items()):
         row = table[request["last"]]
+        if request["prompt_top"] is not None and not request["given"]:
+            pairs = zip(request["prompt"], request["prompt"][1:], strict=False)
+            answer(prompt_scores=[[number, [score(table[last], token, request["prompt_top"]) for last, token in pairs]]])
         sampling = request["sampling"]
         request["last"] = row.index(max(row))
         request["given"] += 1
         tokens.append([number, [request["last"]]])
+        if request["top"] is not None:
+            answer(scores=[[number, [score(row, request["last"], request["top"])]]])
         if request["logits"]:
             logits.append([number, base64.b64encode(struct.pack(f"{len(row)}f", *row)).decode() + "\n"])
         if request["given"] == sampling["max_tokens"] or request["last"] in sampling.get("stop_token_ids", ()):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generate import CONFIGS, NEW, by_transformers, decoder_of, ids_of, save
+from transformers import AutoTokenizer
 
 import upshift
 from upshift.errors import RequestError
 from upshift.inference.generation.batching import decode
+from upshift.inference.generation.draft import DraftModel
 from upshift.inference.generation.options import read_options
 from upshift.inference.generation.prompt_lookup import MAX_MATCH, PAUSE_PASSES, TRIAL_PASSES, Lookup, find_continuation
 from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 from upshift.models.generation_config import read_defaults
 
@@ -116,3 +123,62 @@ def test_what_does_not_extend_says_so(made: dict[str, str]) -> None:
     model = next(path for kind, path in made.items() if "alibi" in kind)
     with pytest.raises(RequestError, match="ask for --engine torch"):
         upshift.Generator(model, engine="openvino", race_seconds=30).generate(["a"], max_new_tokens=2, prompt_lookup_num_tokens=5)
+
+
+class CountingDraft(DraftModel):
+    """A draft model that counts the tokens of its guesses."""
+
+    guessed = 0
+
+    def find(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        guess = super().find(tokens, max_tokens)
+        self.guessed += len(guess)
+        return guess
+
+
+def test_a_draft_model_guesses_what_it_would_write(made: dict[str, str]) -> None:
+    """One text after the other, longer ones, shorter ones and others: each guess is transformers' own greedy text."""
+    model = made["llama"]
+    draft = DraftModel(find_weights(model), EngineSetup(engine="torch", precision="fp32", threads=1, batch=4))
+    (text,) = by_transformers(model, ids_of(PROMPTS[1:], model))
+    (prompt,) = ids_of(PROMPTS[1:], model)
+    texts = [prompt, [*prompt, *text[:1]], [*prompt, *text[:4]], prompt[:2], [9, 8, 7], [9, 8, 7], [9, 8, 1, 2], prompt]
+    expected = by_transformers(model, texts)
+    assert [draft.find(tokens, 4) for tokens in texts] == [tokens[:4] for tokens in expected]
+    positions = CONFIGS["llama"].max_position_embeddings
+    assert draft.find(prompt, 0) == [] and draft.find([5] * (positions - 3), 4) == []
+
+
+def test_the_text_is_that_without_a_draft_model(made: dict[str, str], tmp_path: Path) -> None:
+    other = save(tmp_path, CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": 1}))
+    expected = by_transformers(made["llama"], ids_of(PROMPTS, made["llama"]))
+    for draft in (made["llama"], other):
+        generator = upshift.Generator(made["llama"], engine="torch", race_seconds=1, draft=draft)
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            assert generator.generate([prompt], max_new_tokens=NEW)[0].tokens == tokens
+
+
+def test_a_draft_model_that_guesses_right_saves_passes(made: dict[str, str]) -> None:
+    model, decoder = made["llama"], decoder_of(made["llama"], "torch")
+    (prompt,) = ids_of(PROMPTS[1:], model)
+    draft = CountingDraft(find_weights(model), EngineSetup(engine="torch", precision="fp32", threads=1, batch=4))
+    options = read_options(read_defaults(find_weights(model)), {"max_new_tokens": NEW})
+    passes = []
+    extend = decoder.extend
+    decoder.extend = lambda tokens: passes.append(len(tokens)) or extend(tokens)
+    sequence = GeneratedSequence(0, prompt, options, None)
+    assert [token for _, token in decode(decoder, [sequence], rows=1, lookup=Lookup(4, draft.find))] == sequence.tokens
+    assert draft.guessed == sum(passes) - len(passes) and len(passes) < NEW / 3
+
+
+def test_drafts_that_cannot_guess_are_refused(made: dict[str, str], upshift: Command, tmp_path: Path) -> None:
+    other = shutil.copytree(made["llama"], tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    for text, draft, *words in (
+        ("add one of them", made["llama"]), ("add one of them", made["llama"], "--engine", "openvino"),
+        ("nowhere", "nowhere", "--engine", "torch"), ("has other tokens", other, "--engine", "torch"),
+    ):  # fmt: skip
+        answer = upshift("generate", made["llama"], "--prompt", "a", "--draft", draft, *words)
+        assert answer.code == 2 and text in answer.err and len(answer.err.strip().splitlines()) == 1, answer.err

@@ -34,10 +34,10 @@ PROMPTS = ["the model writes", "a", "north and north", "roads to every question"
 NEW = 12
 
 
-def save(folder: Path, *, layers: int, is_table: bool = False) -> str:
+def save(folder: Path, *, layers: int, is_table: bool = False, positions: int = SIZES["max_position_embeddings"]) -> str:
     """Save a model. With ``is_table`` its layers add nothing, so that its logits depend on the last token alone."""
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers))
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": positions}, num_hidden_layers=layers))
     for layer in model.model.layers if is_table else ():
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -181,9 +181,21 @@ def test_the_doctor_says_what_the_environment_has(
     assert answer.code == 1 and "does not exist" in answer.out
 
 
-def test_a_server_says_that_it_has_no_engine_of_whole_requests(pretended: Pretended) -> None:
-    with pytest.raises(RequestError, match="leave out --engine vllm"):
-        pretended.generator(stepwise=True)
+def test_replicas_are_engines_of_their_own_and_share_the_requests(pretended: Pretended) -> None:
+    """Both have the whole arguments but the number of replicas, and half of the sequences. A draft model is vLLM's own to run."""
+    generator = pretended.generator(engine_arguments={"data_parallel_size": 2, "max_model_len": 60}, draft=pretended.model)
+    answers = generator.generate(PROMPTS, max_new_tokens=NEW)
+    assert [answer.tokens for answer in answers] == by_transformers(pretended.model, PROMPTS)
+    assert generator.text_engine is not None and len(set(generator.text_engine.pids)) == 2
+    assert "data_parallel_size" not in pretended.start and pretended.start["max_num_seqs"] == len(PROMPTS) / 2
+    assert pretended.start["speculative_config"]["model"] == pretended.model
+    os.kill(generator.text_engine.pids[1], signal.SIGKILL)
+    with pytest.raises(JobFailed, match="ended with signal 9"):
+        generator.generate(PROMPTS, max_new_tokens=NEW)
+    with pytest.raises(ProcessLookupError):  # the other replica ends with it
+        os.killpg(generator.text_engine.pids[0], 0)
+    with pytest.raises(RequestError, match="two ways to guess"):
+        pretended.generator(engine_arguments={"speculative_config": {"method": "ngram"}}, draft=pretended.model)
 
 
 def test_options_that_vllm_lacks_leave_it_out_of_a_race(pretended: Pretended) -> None:
@@ -223,6 +235,8 @@ class TableEngine:
 
     weight_bytes = 0
     positions = 100
+    cache_tokens = None
+    pids: Sequence[int] = ()
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
@@ -257,6 +271,8 @@ class TableEngine:
         return steps
 
     def abort(self, requests: Any) -> None: ...
+
+    def wait(self) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -307,12 +323,12 @@ def test_a_killed_vllm_is_one_line_and_leaves_no_process(real: tuple[str, upshif
     _, generator = real
     generator.generate(PROMPTS, max_new_tokens=NEW)
     assert generator.text_engine is not None
-    os.kill(generator.text_engine.pid, signal.SIGKILL)
+    os.kill(generator.text_engine.pids[0], signal.SIGKILL)
     with pytest.raises(JobFailed, match=r"the engine vllm ended with signal 9") as failed:
         generator.generate(PROMPTS, max_new_tokens=NEW)
     assert "\n" not in str(failed.value)
     with pytest.raises(ProcessLookupError):
-        os.killpg(generator.text_engine.pid, 0)
+        os.killpg(generator.text_engine.pids[0], 0)
 
 
 @NEEDS_REAL
@@ -322,3 +338,20 @@ def test_two_ranks_share_the_heads(real: tuple[str, upshift.Generator]) -> None:
     halves = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"tensor_parallel_size": 2})
     answers = halves.generate(PROMPTS, max_new_tokens=NEW)
     assert [answer.tokens for answer in answers] == by_transformers(model, PROMPTS)
+
+
+@NEEDS_REAL
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two replicas need two cores")
+def test_two_replicas_share_the_prompts(real: tuple[str, upshift.Generator]) -> None:
+    model, _ = real
+    replicas = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"data_parallel_size": 2})
+    answers = replicas.generate(PROMPTS, max_new_tokens=NEW)
+    assert [answer.tokens for answer in answers] == by_transformers(model, PROMPTS)
+    assert replicas.text_engine is not None and len(replicas.text_engine.pids) == 2
+
+
+@NEEDS_REAL
+def test_a_draft_model_changes_no_text(real: tuple[str, upshift.Generator]) -> None:
+    model, _ = real
+    drafted = upshift.Generator(model, engine="vllm", engine_python=REAL, draft=model)
+    assert [answer.tokens for answer in drafted.generate(PROMPTS, max_new_tokens=NEW)] == by_transformers(model, PROMPTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.table import Table
 
@@ -131,6 +131,31 @@ def _print_vllm_command(planning: InferencePlanning) -> None:
     arguments["max_model_len"] = planning.workload.longest
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in arguments.items()]
     tables.out.print(f"By vLLM: vllm serve MODEL {' '.join(words)}", soft_wrap=True, highlight=False)
+    _print_serve_command(planning, arguments)
+
+
+def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any]) -> None:
+    """Print the command that serves by the best plan with the engine vllm, or what the plan needs beyond it."""
+    host = planning.host
+    plan = planning.best.plan
+    devices = max(host.gpus_per_node, 1)
+    shards = plan.tensor_parallel * plan.pipeline_parallel
+    if shards > devices:
+        hosts = -(-shards // devices)
+        tables.dim(f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command")
+        return
+    replicas = plan.replicas // host.num_nodes or 1  # on a host
+    fixed = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+    if replicas > 1:
+        fixed["data_parallel_size"] = replicas
+    settings = " ".join(f"--engine-set {name}={str(value).lower() if value is True else value}" for name, value in fixed.items())
+    concurrency = (plan.max_concurrency or 1) * replicas
+    serve = f"serve MODEL --engine vllm --concurrency {concurrency} {settings}"
+    nodes = -(-plan.replicas // replicas)
+    if nodes > 1:
+        size = f"--nodes {nodes} --gpus {host.gpus_per_node} --image IMAGE --cpus N --memory SIZE"
+        serve = f"launch --kubernetes {size} -- {serve}"
+    tables.out.print(f"By Upshift: upshift {serve}", soft_wrap=True, highlight=False)
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:

@@ -117,8 +117,8 @@ def run_mixed_pass(
 
 def _look_up(decoder: Decoder, sequence: GeneratedSequence, lookup: Lookup) -> Iterator[tuple[GeneratedSequence, int]]:
     """Yield the next token of the only sequence, and the tokens after it that were guessed right."""
-    guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.tokens_left - 1)
     start = time.perf_counter()
+    guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.tokens_left - 1)
     logits = decoder.extend([sequence.tokens[-1], *guess])
     seconds = time.perf_counter() - start
     accepted = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from upshift.errors import RequestError
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
+from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, find_draft, speculative_config
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild, MediaPrompt
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
@@ -43,6 +44,7 @@ from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import read_defaults, start_token
 from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import check_border
+from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
 SAMPLE_PROMPTS = 8  # of a race
@@ -83,7 +85,9 @@ class Generator:
             larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race.
         engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
-        stepwise: use only engines that compute the next token of each text when they are told to, as a server does.
+        draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch" or "vllm".
+        adapters: the folders of LoRA adapters that a server's requests may name. Only vLLM computes them.
+        serves: a server uses the engine, so that it gives log-probabilities and holds texts to a form.
         engine_arguments: the engine arguments of vLLM to fix, by vLLM's names, such as {"tensor_parallel_size": 2}.
         on_run: called after each run of the race.
 
@@ -105,15 +109,14 @@ class Generator:
         race_seconds: float | None = None,
         engine_python: str | Path | None = None,
         engine_arguments: Mapping[str, Any] | None = None,
-        stepwise: bool = False,
+        serves: bool = False,
+        adapters: Sequence[str] = (),
+        draft: str | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
-        if stepwise and engine == "vllm":
-            raise RequestError(
-                "the engine vllm takes whole requests, and upshift serve has only engines that compute token by token; leave out "
-                "--engine vllm, or use it with upshift generate"
-            )
-        self._environment = None if stepwise else choose_environment(engine, engine_python, engine_arguments)
+        self._environment = choose_environment(engine, engine_python, engine_arguments)
+        self._serves = serves
+        self._adapters = tuple(adapters)
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
@@ -127,6 +130,7 @@ class Generator:
             check_arguments(self._environment.arguments, self.source, self.host)
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
+        self._draft = None if draft is None else self._find_draft(draft)
         self.race: Race | None = None
         self._defaults = read_defaults(self.source)
         self._positions = positions_of(self.source)
@@ -136,8 +140,23 @@ class Generator:
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
+        self._draft_model: DraftModel | None = None
         self.text_engine: TextEngine | None = None  # instead of a decoder
         self._current_call: object | None = None  # identifies the call whose rows the decoder has
+
+    def _find_draft(self, model: str) -> ModelSource:
+        """Return the source of the draft model. vLLM gets it as an argument."""
+        draft = find_draft(model, self.source, self.prompts.tokenizer, self._engine)
+        if self._environment is not None:
+            arguments = self._environment.arguments
+            if arguments.speculative_config is not None:
+                raise RequestError(
+                    f"--draft {model} and --engine-set speculative_config are two ways to guess; leave one of them out"
+                )
+            self._environment = self._environment.changed(
+                arguments=arguments.changed(speculative_config=speculative_config(draft))
+            )
+        return draft
 
     def options(self, **arguments: Any) -> GenerationOptions:
         """Return the options of generation. Raise RequestError for an option that is not possible.
@@ -224,13 +243,17 @@ class Generator:
         """Load the engine of a setup, unless it is loaded."""
         if self._decoder is not None or self.text_engine is not None:
             return
-        engine = build_engine(
-            self.task, setup.engine, DecoderBuild(self.source, setup, engine_folder(self.task, self.source, setup.engine))
-        )
+        folder = engine_folder(self.task, self.source, setup.engine)
+        build = DecoderBuild(self.source, setup, folder, serves=self._serves, adapters=self._adapters)
+        engine = build_engine(self.task, setup.engine, build)
         if setup.environment is None:
             self._decoder = engine
-        else:
-            self.text_engine = engine
+            self._draft_model = None if self._draft is None else DraftModel(self._draft, setup)
+            return
+        self.text_engine = engine
+        if self._serves:  # requests are then checked against what the engine has
+            self._positions = min(limit for limit in (self._positions, engine.positions) if limit is not None)
+            self.longest = min(limit for limit in (self.longest, self._positions) if limit is not None)
 
     def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
         """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""
@@ -277,6 +300,11 @@ class Generator:
 
     def _offload(self, ids: list[list[int]], options: GenerationOptions) -> Race:
         """Load the model partly on the disk. Return its setup as the result of a race without runs."""
+        if self._draft is not None:
+            raise RequestError(
+                f"{self.source.reference!r} does not fit in memory, and --draft takes more; leave --draft out, or give more "
+                "--max-memory"
+            )
         if self.limits:
             raise RequestError(
                 f"{self.source.reference!r} does not fit in memory. It can run partly from the disk, but there Upshift does not "
@@ -498,6 +526,8 @@ class Generator:
             return
         self.decoder.keep([])
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
+        if self._draft_model is not None:
+            lookup = Lookup(GUESSED_TOKENS, self._draft_model.find)
         rows = min(chosen.batch, self._max_rows(ids, options))
         for sequence, token in self._decode_by_length(self.decoder, sequences, rows, lookup):
             yield sequence, token

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,8 +18,17 @@ from upshift.errors import RequestError
 WHITESPACE = r"[ \n]{0,16}"
 
 
+class Form(NamedTuple):
+    """A grammar as an engine takes it that holds whole requests to it: its kind, and its text."""
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+
+
 class TokenGuide(Protocol):
-    """Decide which tokens may come next."""
+    """Decide which tokens may come next. ``form``: the same as a grammar of the whole text, or None if it is none."""
+
+    form: Form | None
 
     def mask(self, logits: np.ndarray) -> np.ndarray:
         """Return logits [V] in which the tokens that must not come next are -inf."""
@@ -49,16 +58,15 @@ class Grammars:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
         except ValueError as error:
             raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
-        return Grammar(self._make_matcher(grammar), self._eos_ids)
+        return Grammar(self._make_matcher(grammar), self._eos_ids, Form("json", schema))
 
     def from_regex(self, regex: str) -> Grammar:
         """Return the grammar of the texts that a regular expression matches as a whole. Raise RequestError if it is not
         possible."""
         import llguidance
 
-        return Grammar(
-            self._make_matcher(llguidance.LLMatcher.grammar_from_regex(regex), "the regular expression"), self._eos_ids
-        )
+        matcher = self._make_matcher(llguidance.LLMatcher.grammar_from_regex(regex), "the regular expression")
+        return Grammar(matcher, self._eos_ids, Form("regex", regex))
 
     def from_choices(self, choices: Sequence[str]) -> Grammar:
         """Return the grammar of some texts. None of them is empty."""
@@ -66,7 +74,7 @@ class Grammars:
 
     def from_lark(self, grammar: str, subject: str = "the JSON schema") -> Grammar:
         """Return a grammar in llguidance's variant of Lark. Raise RequestError, naming ``subject``, if it is not possible."""
-        return Grammar(self._make_matcher(grammar, subject), self._eos_ids)
+        return Grammar(self._make_matcher(grammar, subject), self._eos_ids, Form("grammar", grammar))
 
     def check(self) -> None:
         """Raise RequestError if llguidance does not support the model's tokenizer."""
@@ -105,7 +113,8 @@ class Grammar:
     """The state of one text in its grammar. ``eos_ids`` are the tokens that end the text. In some models they are words
     too."""
 
-    def __init__(self, matcher: Any, eos_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, eos_ids: Sequence[int], form: Form | None = None) -> None:
+        self.form = form
         self._matcher = matcher
         self._eos_ids = list(eos_ids)
 

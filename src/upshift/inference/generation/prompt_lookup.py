@@ -4,11 +4,11 @@ guess in one pass.
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is ``prompt_lookup_num_tokens``. Each
 token is chosen from the logits that a step of its own would give, so the text is the same, sampled or not. Only one
 sequence runs at once: several rows would have different lengths after each pass. Whether guessing pays is measured while it
-runs."""
+runs. A smaller model may guess instead (draft.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,11 +17,15 @@ TRIAL_PASSES = 8  # passes with a guess before guessing is judged
 PAUSE_PASSES = 64  # passes without guesses before they are tried again, because texts change
 
 
-class Lookup:
-    """The guesses for one sequence. ``max_guess`` is the maximum number of tokens of a guess."""
+Find = Callable[[Sequence[int], int], list[int]]  # returns at most so many tokens that may follow a text
 
-    def __init__(self, max_guess: int) -> None:
+
+class Lookup:
+    """The guesses for one sequence. ``max_guess`` is the maximum number of tokens of a guess, and ``find`` guesses them."""
+
+    def __init__(self, max_guess: int, find: Find | None = None) -> None:
         self._max_guess = max_guess
+        self._find: Find = find or find_continuation
         self._step_rate = Rate()
         self._guess_rate = Rate()
         self._pause = 0  # passes that are left without guesses
@@ -35,7 +39,7 @@ class Lookup:
             self._guess_rate = Rate()
             self._pause = PAUSE_PASSES
             return []
-        return find_continuation(tokens, min(self._max_guess, max_tokens))
+        return self._find(tokens, min(self._max_guess, max_tokens))
 
     def add(self, tokens: int, seconds: float, *, guessed: bool) -> None:
         """Record a pass that gave ``tokens`` tokens."""

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as process
 
-from upshift.inference.generation.grammar import TokenGuide
+from upshift.inference.generation.grammar import Form, TokenGuide
 from upshift.inference.generation.options import GenerationOptions
 
 Ending = Literal["eos", "stop", "length"]
@@ -60,6 +60,11 @@ class GeneratedSequence:
     def is_greedy(self) -> bool:
         """Return whether the next token is simply the likeliest one."""
         return not self._processors and self._random is None and self._grammar is None
+
+    @property
+    def form(self) -> Form | None:
+        """Return the form that the text has to keep to, for an engine that takes whole requests."""
+        return None if self._grammar is None else self._grammar.form
 
     @property
     def tokens_left(self) -> int:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from upshift.errors import JobFailed
-from upshift.inference.generation.engines.text_engine import TextEngine, TextRequest
+from upshift.errors import EngineEnded
+from upshift.inference.generation.engines.text_engine import TextEngine, TextRequest, check_taken
 from upshift.inference.generation.sequence import GeneratedSequence
 
 
 def generate_texts(engine: TextEngine, sequences: Sequence[GeneratedSequence]) -> Iterator[tuple[GeneratedSequence, int]]:
     """Yield each sequence with each of its tokens, as they come. The engine decides how many sequences run at once.
 
-    Raise RequestError if a sequence is longer than the engine's positions, and JobFailed if the engine ends."""
+    Raise RequestError if a sequence is longer than the engine's positions, and EngineEnded if the engine ends."""
     for sequence in sequences:
         engine.check(len(sequence.prompt), sequence.tokens_left, f"prompt {sequence.index + 1}")
     longest_first = sorted(sequences, key=lambda sequence: (-len(sequence.prompt), sequence.index))
@@ -28,12 +28,13 @@ def generate_texts(engine: TextEngine, sequences: Sequence[GeneratedSequence]) -
                 found = live.get(progress.request)
                 if found is None:  # it ended on our side
                     continue
+                check_taken(progress)
                 yield from _add_tokens(found, progress.tokens)
                 if found.ending is not None:
                     del live[progress.request]
                 if found.ending == "stop":  # the engine does not know of it
                     engine.abort([progress.request])
-    except JobFailed:
+    except EngineEnded:
         raise
     except BaseException:  # the caller needs no more tokens
         engine.abort(live)
@@ -86,6 +87,7 @@ def _complete(engine: TextEngine, requests: Sequence[TextRequest]) -> list[_Answ
             answer = answers.get(progress.request)
             if answer is None:
                 continue
+            check_taken(progress)
             answer.tokens.extend(progress.tokens)
             if progress.logits is not None:
                 answer.logits.extend(progress.logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upshift.benchmarking.meters import resident_bytes
-from upshift.errors import RequestError
+from upshift.benchmarking.meters import resident_bytes, tree_bytes
+from upshift.errors import EngineEnded, RequestError
+from upshift.inference.generation.engines.text_engine import TextEngine
+from upshift.inference.generation.engines.vllm_engine import check_request
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
 from upshift.inference.generation.options import GenerationOptions
@@ -36,10 +39,11 @@ from upshift.serving.engine.reasoning import (
     find_reasoning_form,
     template_reasoning,
 )
-from upshift.serving.engine.scheduler import Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.scheduler import RequestQueue, Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
 from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call
-from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes, rows_that_fit
+from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
@@ -76,6 +80,7 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
     a text are sent at once. Other tokens are sent together with those that follow within SEND_SECONDS."""
     worker = GenerationWorker(request)
     send([worker.prepare()])
+    worker.watch(inbox)
     last_heartbeat = last_sent = time.monotonic()
     new_tokens: list[NewToken] = []
     with ThreadPoolExecutor(1, "tell") as sender:
@@ -122,12 +127,15 @@ class GenerationWorker:
         self.generator = Generator(
             request.model,
             quality=request.quality,
-            engine="torch" if request.takes_adapters else request.engine,
+            engine=request.engine or ("torch" if request.takes_adapters else None),
             max_ttft_ms=request.max_ttft_ms,
             max_tpot_ms=request.max_tpot_ms,
             max_memory=memory,
             race_seconds=request.race_seconds,
-            stepwise=True,
+            engine_python=request.engine_python,
+            engine_arguments=request.engine_arguments,
+            serves=True,
+            adapters=list(request.adapters.values()),
         )
         eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
         self.prompt_length, self.output_length = prompt_and_answer_lengths(
@@ -153,21 +161,11 @@ class GenerationWorker:
         prompts = self._expected_prompts()
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
-        decoder = self._load_adapters(race) if self.request.takes_adapters else self.generator.decoder
         self.seconds["racing and loading"] = time.perf_counter() - start
         cache_tokens = self._cache_tokens()
         rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
-        self.scheduler = Scheduler(
-            decoder,
-            rows,
-            cache_tokens,
-            TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
-            max_waiting=self.request.max_waiting,
-        )
-        if self._adapters is not None:
-            self.scheduler.assign_adapters = self._adapters.assign
-        times = measure_passes(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
+        times = self._measure(race, prompts, rows, cache_tokens)
         self.seconds["proving"] = time.perf_counter() - start
         output_length = self.output_length
         self.scheduler.estimator = TtftEstimator(
@@ -177,7 +175,7 @@ class GenerationWorker:
         self.scheduler.max_ttft = None if max_ttft_ms is None else max_ttft_ms / 1e3
         prompt_length = sum(map(len, prompts)) / len(prompts)
         # A first token takes no step of its own, unless it comes from a pass that also steps the other rows.
-        steps = output_length - (not self.scheduler.decoder.mixes)
+        steps = output_length - (not self._mixes)
         batch_seconds = rows * prompt_length * times.prompt_token + times.step * steps
         return Ready(
             task="generate",
@@ -185,7 +183,7 @@ class GenerationWorker:
             rows=rows,
             cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest,
-            resident_bytes=resident_bytes(),
+            resident_bytes=self._resident_bytes(),
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),
             capacity=rows / batch_seconds,
@@ -208,8 +206,10 @@ class GenerationWorker:
         for folder in self.request.adapters.values():
             check_fits(source, Path(folder))
 
-    def _load_adapters(self, race: Race) -> AdapterDecoder:
-        """Return the engine with all adapters of the request."""
+    def _load_decoder(self, race: Race) -> Any:
+        """Return the loaded engine, with all adapters of the request if there are any."""
+        if not self.request.takes_adapters:
+            return self.generator.decoder
         from upshift.serving.engine.adapters import AdapterDecoder
 
         decoder: Any = self.generator.decoder
@@ -220,6 +220,25 @@ class GenerationWorker:
             self._adapters.load(name, Path(folder))
         return self._adapters
 
+    @property
+    def _mixes(self) -> bool:
+        """Return whether a pass computes prompts beside the next tokens of other texts."""
+        return self.generator.text_engine is not None or self.generator.decoder.mixes
+
+    def _measure(self, race: Race, prompts: list[list[int]], rows: int, cache_tokens: int | None) -> PassTimes:
+        """Make the scheduler of the loaded engine. Return the times of the engine's passes."""
+        estimator = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0)
+        max_waiting = self.request.max_waiting
+        engine = self.generator.text_engine
+        if engine is not None:
+            self.scheduler: RequestQueue[Any] = TextScheduler(engine, rows, cache_tokens, estimator, max_waiting=max_waiting)
+            return measure_texts(engine, prompts, rows)
+        scheduler = Scheduler(self._load_decoder(race), rows, cache_tokens, estimator, max_waiting=max_waiting)
+        if self._adapters is not None:
+            scheduler.assign_adapters = self._adapters.assign
+        self.scheduler = scheduler
+        return measure_passes(scheduler, prompts, self.generator.prompts.tokenizer, rows)
+
     def _predict_capacity(self, race: Race) -> float | None:
         """Return the requests per second that follow from the race's times, or None without such times."""
         chosen_run = next((run for run in race.runs if run.setup == race.chosen), None)
@@ -229,13 +248,19 @@ class GenerationWorker:
 
     def _cache_tokens(self) -> int | None:
         """Return the tokens that the cache holds, or None if that is unknown. Replicas on a CPU share its memory."""
+        if self.generator.text_engine is not None:
+            return self.generator.text_engine.cache_tokens
         cache_tokens = self.generator.cache_tokens()
         if cache_tokens is not None and self.generator.host.device == "cpu":
             return cache_tokens // self.request.replicas
         return cache_tokens
 
-    def answer(self, message: Request | Cancel) -> list[Value]:
-        """Take a message. Return what can be answered at once: tokens, a carried-out order, or a refusal."""
+    def answer(self, message: Request | Cancel | EngineEnded) -> list[Value]:
+        """Take a message. Return what can be answered at once: tokens, a carried-out order, or a refusal.
+
+        Raise an error that is a message."""
+        if isinstance(message, EngineEnded):
+            raise message
         if isinstance(message, LoadAdapter | UnloadAdapter):
             return [self._change_adapters(message)]
         assert not isinstance(message, Embed), "the server sends them to encoders"
@@ -292,6 +317,8 @@ class GenerationWorker:
         """Return the key of an adapter. Raise RequestError for an unknown name."""
         if name is None:
             return None
+        if self.generator.text_engine is not None and name in self.request.adapters:
+            return self.request.adapters[name]
         if self._adapters is None:
             raise RequestError(f"the adapter {name!r} is not loaded; ask for the model alone")
         return self._adapters.key_of(name)
@@ -348,8 +375,20 @@ class GenerationWorker:
     def is_busy(self) -> bool:
         return self.scheduler.is_busy
 
+    def watch(self, inbox: queue.Queue[Any]) -> None:
+        """Put an error into the inbox if the engine has processes of its own and one of them ends, so that this one ends, too."""
+        engine = self.generator.text_engine
+        if engine is not None:
+            threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
+
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
+        live = len(self.scheduler.live)
+        return Heartbeat(live=live, waiting=len(self.scheduler.waiting), resident_bytes=self._resident_bytes())
+
+    def _resident_bytes(self) -> int:
+        """Return the bytes that this process occupies, with those of the engine's own processes."""
+        engine = self.generator.text_engine
+        return resident_bytes() + (0 if engine is None else sum(map(tree_bytes, engine.pids)))
 
     def _options(self, arguments: Mapping[str, Any]) -> GenerationOptions:
         """Return the options of a request: its own, then those of the server's ``--set``, then those of the model's files."""
@@ -392,6 +431,8 @@ class GenerationWorker:
                 "the model reads its prompt by an encoder, which gives its tokens no log-probabilities; ask without"
             )
         grammar = self._make_guide(request, ids, options)
+        if generator.text_engine is not None:
+            check_request(options, grammar)
         return GeneratedSequence(
             0,
             ids,
@@ -516,6 +557,11 @@ class GenerationWorker:
         if generator.longest is not None:
             max_length = max(generator.longest - max(self.output_length, WARMUP_TOKENS), 1)
         return [prompt[:max_length] for prompt in prompts]
+
+
+def _put_end(engine: TextEngine, inbox: queue.Queue[Any]) -> None:
+    engine.wait()
+    inbox.put(EngineEnded("a process of the engine has ended"))
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -14,12 +14,13 @@ import time
 from functools import partial
 from typing import Any, TextIO
 
-from upshift.errors import RequestError, UpshiftError
+from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware import detect
 from upshift.hardware.cpu_affinity import bind_process
 from upshift.importing import importing
+from upshift.inference.engine_environment import read_arguments
 from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Heartbeat, Ready, Refused
-from upshift.settings import quiet_libraries, take_gpu, wait_briefly
+from upshift.settings import quiet_libraries, take_gpus, wait_briefly
 from upshift.value import Value
 
 
@@ -54,14 +55,19 @@ def main() -> None:
     threading.Thread(target=_read_requests, args=(inbox,), daemon=True).start()
     try:
         run_engine(request, inbox, send)
+    except EngineEnded as error:  # the server starts this process again, as if it had been killed itself
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
     except UpshiftError as error:
         send([Failed(why=str(error), exit_code=error.exit_code)])
 
 
 def _take_share(request: EngineRequest) -> None:
-    """Take the replica's share of the cores, or a GPU of its own, before any library asks for the devices."""
+    """Take the replica's share of the cores, or GPUs of its own, before any library asks for the devices."""
     if detect().gpus_per_node:
-        take_gpu(request.replica)
+        count = read_arguments(request.engine_arguments).ranks
+        take_gpus(range(request.replica * count, (request.replica + 1) * count))
     else:
         bind_process(request.replica, request.replicas)
 

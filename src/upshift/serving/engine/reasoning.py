@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.grammar import Grammar
+from upshift.inference.generation.grammar import Form, Grammar
 from upshift.serving.engine.chat_template import QUESTION, ChatTemplate
 from upshift.serving.engine.tool_calls import partial_length
 
@@ -173,6 +173,8 @@ class ReasoningGuide:
     """Hold a text to a grammar from the end of its reasoning on, and end the reasoning after ``budget`` tokens.
 
     ``is_open`` says that the prompt begins the reasoning. Otherwise the model may begin it, or answer at once."""
+
+    form: Form | None = None  # what may follow depends on where the reasoning ends
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Decide which requests share the engine's rows: first come, first served, while the promised times are kept.
 
-The scheduler uses the parts that follow it: an estimate of the time to a first token, a cache of earlier prompts, and the
-log-probabilities of tokens."""
+``RequestQueue`` admits requests for every kind of engine. ``Scheduler`` runs engines that compute token by token. It uses the
+parts that follow it: an estimate of the time to a first token, a cache of earlier prompts, and the log-probabilities of
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,34 +72,28 @@ class Admitted(NamedTuple):
     prefix: Prefix | None
 
 
+E = TypeVar("E")
+
+
 @dataclass
-class Scheduler:
-    """The waiting and the running requests of one engine.
+class RequestQueue(Generic[E]):
+    """The waiting and the running requests of one engine, and the decision whether a new one is admitted.
 
     ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
     ``max_ttft``: promised seconds to the first token.
-    ``chunk_tokens``: maximum tokens of prompts in a pass that also computes the next tokens of other sequences.
-    ``assign_adapters``: receives the adapters of the rows that the next ``admit`` of the engine adds.
     ``failed``: requests for which no token could be chosen, until the caller takes them out."""
 
-    decoder: Decoder
+    engine: E
     rows: int
     cache_tokens: int | None
     estimator: TtftEstimator
     max_ttft: float | None = None
     max_waiting: int = 256
-    chunk_tokens: int = PROMPT_CHUNK_TOKENS
     clock: Callable[[], float] = time.perf_counter
-    assign_adapters: Callable[[Sequence[str | None]], None] = lambda adapters: None
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
     failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
     _canceled_ids: set[int] = field(default_factory=set)
-    _prompt_cache: PromptCache = field(init=False)
-
-    def __post_init__(self) -> None:
-        max_tokens = UNLIMITED_TOKENS if self.cache_tokens is None else self.cache_tokens // CACHED_PROMPT_SHARE
-        self._prompt_cache = PromptCache(max_tokens)
 
     @property
     def is_busy(self) -> bool:
@@ -119,7 +114,7 @@ class Scheduler:
                 "ask for fewer"
             )
             return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
-        ticket.cached_tokens = _length(self._find_prefix(ticket))
+        ticket.cached_tokens = self._count_cached(ticket)
         ticket.expected_seconds = self._estimate_ttft(ticket)
         wait = ticket.expected_seconds * self.estimator.correction
         if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
@@ -132,6 +127,10 @@ class Scheduler:
             return Refused(id=ticket.id, status=429, why=message, retry_after=wait)
         self.waiting.append(ticket)
         return None
+
+    def _count_cached(self, ticket: Ticket) -> int:
+        """Return how many tokens of a new request's prompt need not be computed. 0: unknown."""
+        return 0
 
     def _estimate_ttft(self, ticket: Ticket) -> float:
         """Return the estimated seconds to the first token of a new request, before the correction."""
@@ -151,6 +150,33 @@ class Scheduler:
         if any(ticket.id == id for ticket in self.live):
             self._canceled_ids.add(id)
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
+
+    def step(self) -> Iterable[tuple[Ticket, int]]:
+        """Wait for the next tokens of the engine. Yield each with its request, whose state is that after this token."""
+        raise NotImplementedError
+
+
+@dataclass
+class Scheduler(RequestQueue[Decoder]):
+    """The requests of an engine that computes the next token of each row when it is told to.
+
+    ``chunk_tokens``: maximum tokens of prompts in a pass that also computes the next tokens of other sequences.
+    ``assign_adapters``: receives the adapters of the rows that the next ``admit`` of the engine adds."""
+
+    chunk_tokens: int = PROMPT_CHUNK_TOKENS
+    assign_adapters: Callable[[Sequence[str | None]], None] = lambda adapters: None
+    _prompt_cache: PromptCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        max_tokens = UNLIMITED_TOKENS if self.cache_tokens is None else self.cache_tokens // CACHED_PROMPT_SHARE
+        self._prompt_cache = PromptCache(max_tokens)
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.engine
+
+    def _count_cached(self, ticket: Ticket) -> int:
+        return _length(self._find_prefix(ticket))
 
     def step(self) -> list[tuple[Ticket, int]]:
         """Run one pass of the engine. Return the requests that got a new token, each with its token.

@@ -114,12 +114,15 @@ class DecoderBuild(NamedTuple):
     """The parts that a decoder is built from.
 
     ``folder`` holds the engine's own files between runs. ``where`` places the weights of a decoder that runs partly from
-    the disk."""
+    the disk. ``serves``: an engine of whole requests gives log-probabilities and holds texts to a form, as a server needs.
+    ``adapters``: the folders of the LoRA adapters that requests may name."""
 
     source: ModelSource
     setup: EngineSetup
     folder: Path
     where: PlacementOptions | None = None
+    serves: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 class Padding:

@@ -1,7 +1,7 @@
-"""Define the protocol of an engine that takes whole requests, and run such an engine in a process of its own.
+"""Define the protocol of an engine that takes whole requests, and run such an engine in processes of its own.
 
-The engine batches requests and chooses tokens by itself. The process is a worker script (vllm_worker.py), which documents the
-messages. It ends with this process, because its standard input ends."""
+The engine batches requests and chooses tokens by itself. A process is a worker script (vllm_worker.py), which documents the
+messages. It ends with this process, because its standard input ends. Several processes are replicas: each has the whole model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import EngineEnded, JobFailed, RequestError
 from upshift.inference.generation.sequence import GeneratedSequence
 
 MAX_WORDS = 400  # characters of the last line that a process wrote
@@ -29,20 +30,43 @@ END_SECONDS = 10.0
 
 
 class TextRequest(NamedTuple):
-    """A request to an engine: the token ids of the prompt, and the engine's own arguments of sampling."""
+    """A request to an engine: the token ids of the prompt, and the engine's own arguments of sampling.
+
+    ``top``: the number of likeliest tokens to report beside each new token. None reports no log-probabilities. ``prompt_top``:
+    the same for the tokens of the prompt. ``adapter``: the folder of a LoRA adapter that changes the model for this request."""
 
     prompt: Sequence[int]
     sampling: Mapping[str, Any]
     logits: bool = False
+    top: int | None = None
+    prompt_top: int | None = None
+    adapter: str | None = None
+
+
+class ScoredToken(NamedTuple):
+    """The log-probability of a token, the likeliest tokens at its position with theirs, and its rank: 1 for the likeliest."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 class Progress(NamedTuple):
-    """Hold what one step of an engine gave to a request. ``logits``: [tokens, V] fp32, if the request wants them."""
+    """Hold what one step of an engine gave to a request.
+
+    ``logits``: [tokens, V] fp32, if the request wants them. ``scores``: of the tokens, if the request wants them.
+    ``prompt_scores``: of all tokens of the prompt but the first, which come before the first new token. ``cached_tokens``: of the
+    prompt, which the engine had computed before. ``refusal``: why the engine does not take the request."""
 
     request: int
     tokens: Sequence[int]
     logits: np.ndarray | None = None
     has_ended: bool = False
+    scores: Sequence[ScoredToken] = ()
+    prompt_scores: Sequence[ScoredToken] = ()
+    cached_tokens: int = 0
+    refusal: str | None = None
 
 
 class TextEngine(Protocol):
@@ -50,10 +74,11 @@ class TextEngine(Protocol):
 
     weight_bytes: int  # read in every step
     positions: int  # of a prompt with its answer
+    cache_tokens: int | None  # of all requests together; None: unknown
 
     @property
-    def pid(self) -> int:
-        """Return the id of the engine's process."""
+    def pids(self) -> list[int]:
+        """Return the ids of the engine's processes, without those that they have started."""
         ...
 
     def check(self, prompt_tokens: int, new_tokens: int, name: str) -> None:
@@ -73,11 +98,15 @@ class TextEngine(Protocol):
         ...
 
     def step(self) -> list[Progress]:
-        """Wait for the next tokens, and return them. Raise JobFailed if the engine has ended."""
+        """Wait for the next tokens, and return them. Raise EngineEnded if the engine has ended."""
         ...
 
     def abort(self, requests: Iterable[int]) -> None:
         """End requests before they are complete."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until a process of the engine has ended."""
         ...
 
     def reset(self) -> None:
@@ -89,12 +118,25 @@ class TextEngine(Protocol):
         ...
 
 
+Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # of processes, by their numbers; None: the process has ended
+
+
 class EngineProcess:
     """A process that runs a worker script under another interpreter.
 
-    ``name``: of the engine, for messages. Its processes form a session, and end together."""
+    ``name``: of the engine, for messages. Its processes form a session, and end together. Its answers go into ``answers`` with
+    its ``number``. At its end it sets ``ended``."""
 
-    def __init__(self, name: str, python: Path, worker: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        worker: Path,
+        environment: Mapping[str, str],
+        answers: Answers,
+        ended: threading.Event,
+        number: int,
+    ) -> None:
         self._name = name
         self._log = tempfile.NamedTemporaryFile(prefix=f"upshift-{name}-", suffix=".log")  # noqa: SIM115  lives as long as it
         self._process = subprocess.Popen(
@@ -108,8 +150,7 @@ class EngineProcess:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input: IO[str] = self._process.stdin
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=_read_answers, args=(self._process.stdout, self._answers), daemon=True).start()
+        threading.Thread(target=_read_answers, args=(self._process.stdout, answers, ended, number), daemon=True).start()
         self._finalizer = weakref.finalize(self, _end, self._process)
 
     @property
@@ -117,46 +158,42 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message. Raise JobFailed if the process has ended."""
+        """Send a message. Raise EngineEnded if the process has ended."""
         try:
             self._input.write(json.dumps(message) + "\n")
             self._input.flush()
         except (BrokenPipeError, ValueError):  # ValueError: it is closed
-            raise self._failure() from None
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for the next answer. Raise JobFailed if the process has failed or ended."""
-        answer = self._answers.get()
-        if answer is None:
-            raise self._failure()
-        if "failed" in answer:
-            self.close()
-            raise JobFailed(f"the engine {self._name} failed: {answer['failed']}")
-        return answer
+            raise self.failure() from None
 
     def close(self) -> None:
-        """Kill the process with all processes that it started."""
+        """Kill the process with all processes that it started, and remove its log."""
         self._finalizer()
+        self._log.close()
 
-    def _failure(self) -> JobFailed:
+    def failure(self) -> EngineEnded:
+        """Return the error that says how the process ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
+        last_words = self._last_words()
         self.close()
         code = self._process.returncode
         ending = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit {code}"
-        return JobFailed(f"the process of the engine {self._name} ended with {ending}{self._last_words()}; run the command again")
+        return EngineEnded(f"the process of the engine {self._name} ended with {ending}{last_words}; run the command again")
 
     def _last_words(self) -> str:
         """Return the last line of the process's log, after a colon, or nothing."""
+        if self._log.closed:
+            return ""
         lines = Path(self._log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return f": {lines[-1][-MAX_WORDS:]}" if lines else ""
 
 
-def _read_answers(stdout: IO[str], answers: queue.Queue[dict[str, Any] | None]) -> None:
-    """Put the answers of a process into a queue, and None at their end."""
+def _read_answers(stdout: IO[str], answers: Answers, ended: threading.Event, number: int) -> None:
+    """Put the answers of a process into the queue. At their end put None, and set ``ended``."""
     for line in stdout:
-        answers.put(json.loads(line))
-    answers.put(None)
+        answers.put((number, json.loads(line)))
+    answers.put((number, None))
+    ended.set()
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -171,23 +208,44 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class ProcessEngine:
-    """A TextEngine in a process. A subclass says how it starts, and translates options of sampling."""
+    """A TextEngine in one or several processes, which are replicas. A request goes to the replica with the fewest.
+
+    A subclass says how the engine starts, and translates options of sampling."""
 
     name = ""  # for messages
 
-    def __init__(self, process: EngineProcess, arguments: Mapping[str, Any], weight_bytes: int) -> None:
-        """Start the engine with its own arguments, and wait until it is ready. Raise JobFailed if it does not start."""
+    def __init__(
+        self,
+        python: Path,
+        worker: Path,
+        environments: Sequence[Mapping[str, str]],
+        arguments: Mapping[str, Any],
+        weight_bytes: int,
+        adapters: Sequence[str] = (),
+    ) -> None:
+        """Start the engine with its own arguments, and wait until it is ready. Raise JobFailed if it does not start.
+
+        ``environments``: the variables of each replica. ``adapters``: the folders of the adapters that requests may name."""
         self.weight_bytes = weight_bytes
-        self._process = process
+        self._answers: Answers = queue.Queue()
+        self._ended = threading.Event()
+        self._processes = [
+            EngineProcess(self.name, python, worker, environment, self._answers, self._ended, number)
+            for number, environment in enumerate(environments)
+        ]
+        self._replicas: dict[int, int] = {}  # of the running requests
+        self._extras: dict[str, dict[int, Any]] = {}  # by the kind of message, then by request, until its tokens come
         self._next_number = 1
-        process.send({"start": dict(arguments)})
-        ready = process.receive()["ready"]
-        self.positions: int = ready["positions"]
+        self._send_all({"start": dict(arguments), "adapters": list(adapters)})
+        ready = [self._receive()["ready"] for _ in self._processes]
+        self.positions: int = min(one["positions"] for one in ready)
+        tokens = [one["cache_tokens"] for one in ready if one.get("cache_tokens")]
+        self.cache_tokens = sum(tokens) if len(tokens) == len(ready) else None
 
     @property
-    def pid(self) -> int:
-        """Return the id of the engine's process, which is the id of its session, too."""
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """Return the ids of the replicas' processes, which are those of their sessions, too."""
+        return [process.pid for process in self._processes]
 
     def check(self, prompt_tokens: int, new_tokens: int, name: str) -> None:
         if prompt_tokens + new_tokens > self.positions:
@@ -198,37 +256,107 @@ class ProcessEngine:
             )
 
     def add(self, requests: Iterable[TextRequest]) -> list[int]:
-        messages = []
+        messages: list[list[dict[str, Any]]] = [[] for _ in self._processes]
         numbers = []
+        running = Counter(self._replicas.values())
         for number, request in enumerate(requests, start=self._next_number):
-            sampling = dict(request.sampling)
-            messages.append({"id": number, "prompt": list(request.prompt), "sampling": sampling, "logits": request.logits})
+            replica = min(range(len(self._processes)), key=lambda one: running[one])
+            running[replica] += 1
+            self._replicas[number] = replica
+            messages[replica].append({"id": number, **request._asdict()})
             numbers.append(number)
         self._next_number += len(numbers)
-        self._process.send({"add": messages})
+        for process, added in zip(self._processes, messages, strict=True):
+            if added:
+                self._send(process, {"add": added})
         return numbers
 
     def step(self) -> list[Progress]:
-        logits: dict[int, np.ndarray] = {}
         while True:
-            answer = self._process.receive()
-            for number, rows in answer.get("logits", ()):
-                logits[number] = np.stack([np.frombuffer(base64.b64decode(row), dtype=np.float32) for row in rows.split()])
+            answer = self._receive()
+            for kind in ("logits", "scores", "prompt_scores", "cached"):
+                self._extras.setdefault(kind, {}).update((number, value) for number, value in answer.get(kind, ()))
             if "refused" in answer:
-                _, reason = answer["refused"]
-                raise RequestError(f"the engine {self.name} refused a prompt: {reason}")
+                number, reason = answer["refused"]
+                return [Progress(number, (), has_ended=True, refusal=f"the engine {self.name} refused a prompt: {reason}")]
             if "tokens" in answer:
-                return [Progress(number, tokens, logits.get(number)) for number, tokens in answer["tokens"]]
+                return [self._progress(number, tokens) for number, tokens in answer["tokens"]]
             if "ended" in answer:
+                for number in answer["ended"]:
+                    self._replicas.pop(number, None)
                 return [Progress(number, (), has_ended=True) for number in answer["ended"]]
 
+    def _progress(self, number: int, tokens: Sequence[int]) -> Progress:
+        """Return the new tokens of a request, with all that came before them."""
+        extras = {kind: values.pop(number) for kind, values in self._extras.items() if number in values}
+        logits = None
+        if "logits" in extras:
+            logits = np.stack([np.frombuffer(base64.b64decode(row), dtype=np.float32) for row in extras["logits"].split()])
+        return Progress(
+            number,
+            tokens,
+            logits,
+            scores=_read_scores(extras.get("scores", ())),
+            prompt_scores=_read_scores(extras.get("prompt_scores", ())),
+            cached_tokens=extras.get("cached", 0),
+        )
+
     def abort(self, requests: Iterable[int]) -> None:
-        self._process.send({"abort": list(requests)})
+        by_replica: dict[int, list[int]] = {}
+        for number in requests:
+            replica = self._replicas.pop(number, None)
+            if replica is not None:  # it runs
+                by_replica.setdefault(replica, []).append(number)
+        for replica, numbers in by_replica.items():
+            self._send(self._processes[replica], {"abort": numbers})
+
+    def wait(self) -> None:
+        """Wait until one of the processes has ended."""
+        self._ended.wait()
 
     def reset(self) -> None:
-        self._process.send({"reset": True})
-        while "reset" not in self._process.receive():
-            continue
+        self._send_all({"reset": True})
+        missing = len(self._processes)
+        while missing:
+            missing -= "reset" in self._receive()
 
     def close(self) -> None:
-        self._process.close()
+        for process in self._processes:
+            process.close()
+
+    def _send_all(self, message: Mapping[str, Any]) -> None:
+        for process in self._processes:
+            self._send(process, message)
+
+    def _send(self, process: EngineProcess, message: Mapping[str, Any]) -> None:
+        """Send a message to a process. If it has ended, end all, and raise EngineEnded."""
+        try:
+            process.send(message)
+        except EngineEnded:
+            self.close()
+            raise
+
+    def _receive(self) -> dict[str, Any]:
+        """Wait for the next answer of any process. If one has failed or ended, end all, and raise JobFailed."""
+        number, answer = self._answers.get()
+        if answer is None:
+            failure = self._processes[number].failure()
+            self.close()
+            raise failure
+        if "failed" in answer:
+            self.close()
+            raise JobFailed(f"the engine {self.name} failed: {answer['failed']}")
+        return answer
+
+
+def _read_scores(rows: Iterable[Sequence[Any]]) -> list[ScoredToken]:
+    return [
+        ScoredToken(token, logprob, tuple((int(one), float(value)) for one, value in top), rank)
+        for token, logprob, top, rank in rows
+    ]
+
+
+def check_taken(progress: Progress) -> None:
+    """Raise RequestError if the engine does not take the request."""
+    if progress.refusal is not None:
+        raise RequestError(progress.refusal)

@@ -4,6 +4,7 @@ Upshift's setup becomes vLLM's engine arguments, and what the user fixes replace
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -13,9 +14,11 @@ from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.cpu_affinity import allowed_cpus, cores_of, one_per_core
 from upshift.hardware.spec import Host
+from upshift.inference.adapters import engine_arguments
 from upshift.inference.engine_environment import DTYPES, WORKER, EngineArguments
 from upshift.inference.generation.engines.base import DecoderBuild
-from upshift.inference.generation.engines.text_engine import EngineProcess, ProcessEngine
+from upshift.inference.generation.engines.text_engine import ProcessEngine
+from upshift.inference.generation.grammar import WHITESPACE, Form, TokenGuide
 from upshift.inference.generation.model import cache_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -35,7 +38,7 @@ MIN_TEMPERATURE = 0.01  # vLLM raises a smaller one to it
 # The options of generation that vLLM has, beside the lengths and the seed.
 SHARED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
-TAKEN = {*SHARED, *LENGTHS, "do_sample", "seed", "eos_token_id", "stop_strings"}
+TAKEN = {*SHARED, *LENGTHS, "do_sample", "seed", "eos_token_id", "stop_strings", "sequence_bias"}
 
 
 def find_unsupported(options: GenerationOptions) -> str | None:
@@ -43,6 +46,8 @@ def find_unsupported(options: GenerationOptions) -> str | None:
     for name, field in GenerationOptions.model_fields.items():
         if name not in TAKEN and getattr(options, name) != field.default:
             return name
+    if any(len(tokens) > 1 for tokens, _ in options.sequence_bias or ()):
+        return "sequence_bias"
     return "temperature" if options.do_sample and options.temperature < MIN_TEMPERATURE else None
 
 
@@ -50,9 +55,20 @@ def check_supported(options: GenerationOptions) -> None:
     """Raise RequestError for an option that vLLM does not have."""
     name = find_unsupported(options)
     if name is not None:
-        limit = f" below {MIN_TEMPERATURE:g}" if name == "temperature" else ""
+        limits = {"temperature": f" below {MIN_TEMPERATURE:g}", "sequence_bias": " of several tokens"}
+        limit = limits.get(name, "")
         raise RequestError(
             f"the engine vllm has no {name}{limit}; leave it out, or ask for another engine, such as --engine torch"
+        )
+
+
+def check_request(options: GenerationOptions, guide: TokenGuide | None) -> None:
+    """Raise RequestError for an option, or for a form of the answer, that vLLM does not have."""
+    check_supported(options)
+    if guide is not None and guide.form is None:
+        raise RequestError(
+            "the engine vllm neither limits the tokens of reasoning nor holds an answer to a form after reasoning; leave out "
+            "thinking_token_budget, and send enable_thinking=false with a form or a forced tool"
         )
 
 
@@ -73,8 +89,8 @@ def check_arguments(arguments: EngineArguments, source: ModelSource, host: Host)
     devices, kind = (detect().num_devices, "GPUs") if host.device == "cuda" else (len(one_per_core(allowed_cpus())), "cores")
     if arguments.ranks > devices:
         raise RequestError(
-            f"tensor_parallel_size x pipeline_parallel_size is {arguments.ranks}, and this machine has {devices} {kind}; use "
-            "fewer"
+            f"tensor_parallel_size x pipeline_parallel_size x data_parallel_size is {arguments.ranks}, and this machine has "
+            f"{devices} {kind}; use fewer"
         )
     longest = positions_of(source)
     if arguments.max_model_len is not None and longest is not None and arguments.max_model_len > longest:
@@ -95,13 +111,17 @@ class VllmEngine(ProcessEngine):
         fixed = environment.arguments
         cache = _cache_gib(build) if on_cpu else None
         arguments = _engine_arguments(build, cache)
-        variables = vllm_environment(
-            cores=_cores(build.setup, fixed.ranks) if on_cpu else None,
-            cache_gib=cache,
-            compiles=not arguments.get("enforce_eager", False),
-        )
+        variables = [
+            vllm_environment(
+                cores=_cores(build.setup, fixed, replica) if on_cpu else None,
+                cache_gib=cache,
+                gpus=None if on_cpu or fixed.replicas == 1 else range(replica * fixed.shards, (replica + 1) * fixed.shards),
+                compiles=not arguments.get("enforce_eager", False),
+            )
+            for replica in range(fixed.replicas)
+        ]
         parameter_bytes = WEIGHT_BYTES[build.setup.precision] * count_parameters(build.source)
-        super().__init__(EngineProcess(self.name, environment.python, WORKER, variables), arguments, parameter_bytes)
+        super().__init__(environment.python, WORKER, variables, arguments, parameter_bytes, build.adapters)
 
     def sampling(self, sequence: GeneratedSequence) -> dict[str, Any]:
         """Return the SamplingParams of a sequence. Stop strings end it on our side, because vLLM sees no texts."""
@@ -126,10 +146,24 @@ class VllmEngine(ProcessEngine):
                 "min_p": options.min_p or 0.0,
                 "seed": seed,
             }
+        if options.sequence_bias:
+            sampling["logit_bias"] = {str(token): bias for (token,), bias in options.sequence_bias}
+        if sequence.form is not None:
+            sampling["structured_outputs"] = _structured_outputs(sequence.form)
         return sampling
 
     def greedy(self, new_tokens: int) -> dict[str, Any]:
         return {"temperature": 0.0, "max_tokens": new_tokens, "ignore_eos": True}
+
+
+def _structured_outputs(form: Form) -> dict[str, str]:
+    """Return the fields of vLLM's StructuredOutputsParams. The spaces in JSON are as few as with the other engines."""
+    text = form.text
+    if form.kind == "json":
+        schema = json.loads(text)
+        if isinstance(schema, dict):
+            text = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
+    return {form.kind: text}
 
 
 def _engine_arguments(build: DecoderBuild, cache_gib: int | None) -> dict[str, Any]:
@@ -139,12 +173,15 @@ def _engine_arguments(build: DecoderBuild, cache_gib: int | None) -> dict[str, A
     arguments: dict[str, Any] = {
         "model": str(build.source.directory),
         "dtype": DTYPE_OF_PRECISION.get(setup.precision, "bfloat16"),
-        "max_num_seqs": setup.batch,
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "max_num_seqs": math.ceil(setup.batch / setup.environment.arguments.replicas),
+        "skip_tokenizer_init": not build.serves,  # tokens in, tokens out; a form needs the texts of tokens
         "disable_log_stats": True,
         "max_logprobs": -1,
-        "logprobs_mode": "raw_logits",  # the race compares logits
+        "logprobs_mode": "raw_logprobs" if build.serves else "raw_logits",  # the race compares logits
     }
+    arguments |= engine_arguments(build.adapters)
+    if build.serves:
+        arguments["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as for the other engines
     if setup.precision == "fp8":
         arguments["quantization"] = "fp8"
     if cache_gib is not None:
@@ -153,7 +190,7 @@ def _engine_arguments(build: DecoderBuild, cache_gib: int | None) -> dict[str, A
         longest = positions_of(build.source)
         if longest is not None and tokens < longest:
             arguments["max_model_len"] = tokens
-    return arguments | setup.environment.arguments.fixed
+    return arguments | setup.environment.arguments.of_a_replica
 
 
 def _token_bytes(build: DecoderBuild) -> float:
@@ -163,20 +200,26 @@ def _token_bytes(build: DecoderBuild) -> float:
 
 
 def _cache_gib(build: DecoderBuild) -> int:
-    """Return the whole GiB of memory for keys and values on a CPU: enough for all sequences, but at most a share of what is
-    free."""
+    """Return the whole GiB of memory for keys and values of a replica on a CPU: enough for all of its sequences, but at most a
+    share of what is free."""
     free_bytes = free_memory(detect().cpu_alone())
     longest = positions_of(build.source)
-    limit = LEAST_GIB if free_bytes is None else int(CACHE_SHARE * free_bytes / GIB)
-    needed = limit if longest is None else math.ceil(build.setup.batch * longest * _token_bytes(build) / GIB)
+    assert build.setup.environment is not None
+    replicas = build.setup.environment.arguments.replicas
+    limit = LEAST_GIB if free_bytes is None else int(CACHE_SHARE * free_bytes / replicas / GIB)
+    needed = limit if longest is None else math.ceil(build.setup.batch / replicas * longest * _token_bytes(build) / GIB)
     return max(min(needed, limit), LEAST_GIB)
 
 
-def _cores(setup: EngineSetup, ranks: int) -> str:
-    """Return the CPUs of each rank, one hardware thread of each core, such as 0,1|2,3.
+def _cores(setup: EngineSetup, arguments: EngineArguments, replica: int) -> str:
+    """Return the CPUs of each rank of a replica, one hardware thread of each core, such as 0,1|2,3.
 
     A quota of a cgroup may allow fewer threads than there are cores."""
     allowed = allowed_cpus()
-    threads = max(setup.threads // ranks, 1)
-    shares = [one_per_core(set(cores_of(rank, ranks, allowed) or allowed))[:threads] for rank in range(ranks)]
+    threads = max(setup.threads // arguments.ranks, 1)
+    first = replica * arguments.shards
+    shares = [
+        one_per_core(set(cores_of(rank, arguments.ranks, allowed) or allowed))[:threads]
+        for rank in range(first, first + arguments.shards)
+    ]
     return "|".join(",".join(map(str, share)) for share in shares)

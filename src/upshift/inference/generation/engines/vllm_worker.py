@@ -3,16 +3,20 @@
 That environment need not have Upshift or its libraries, so this file imports only vLLM and the standard library. It is run as a
 script, and speaks JSON lines with the process that started it. Requests come in on standard input:
 
-{"start": {NAME: VALUE, ...}}                 vLLM's engine arguments; the first line
-{"add": [{"id": 1, "prompt": [5, 6], "sampling": {NAME: VALUE, ...}, "logits": false}, ...]}
+{"start": {NAME: VALUE, ...}, "adapters": [FOLDER, ...]}     vLLM's engine arguments, and LoRA adapters; the first line
+{"add": [{"id": 1, "prompt": [5, 6], "sampling": {NAME: VALUE, ...}, "logits": false, "top": null, "prompt_top": null,
+          "adapter": null}, ...]}             "top": how many likeliest tokens to report beside each; "adapter": a folder
 {"abort": [1, ...]}
 {"reset": true}                               forget the computed beginnings of prompts
 
 Answers go out on standard output:
 
-{"ready": {"positions": 4096}}                or {"failed": "why"}, after which the process ends
+{"ready": {"positions": 4096, "cache_tokens": 9000}}     or {"failed": "why"}, after which the process ends
 {"tokens": [[1, [42, 7]], ...]}               the new tokens of the requests after one step of vLLM
-{"logits": [[1, "base64 of fp32 [tokens, V]"], ...]}     before the tokens that were chosen from them
+{"logits": [[1, "base64 of fp32 [tokens, V]"], ...]}     before the tokens that were chosen from them; so are these three:
+{"scores": [[1, [[TOKEN, LOGPROB, [[TOKEN, LOGPROB], ...], RANK], ...]], ...]}     of the tokens that are chosen
+{"prompt_scores": ...}                        the same for the tokens of the prompt from the second on
+{"cached": [[1, 64], ...]}                    how many tokens of a prompt were not computed again
 {"ended": [1, ...]}                           the requests that get no more tokens
 {"refused": [1, "why"]}                       a request that vLLM does not take
 {"reset": true}                               the reply to the same message
@@ -55,7 +59,7 @@ def describe() -> dict[str, Any]:
 class Worker:
     """An engine of vLLM and its unfinished requests."""
 
-    def __init__(self, arguments: dict[str, Any], answers: TextIO) -> None:
+    def __init__(self, arguments: dict[str, Any], adapters: list[str], answers: TextIO) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
@@ -65,7 +69,13 @@ class Worker:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.vocabulary = self._engine.model_config.get_vocab_size()
         self.positions = self._engine.model_config.max_model_len
+        cache = self._engine.vllm_config.cache_config
+        self.cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._ids: dict[str, str] = {}  # vLLM's own, by those of the requests
+        self._running: dict[str, dict[str, Any]] = {}  # the requests, by their ids
+        self._adapters: dict[str, int] = {}  # vLLM's numbers of adapters, by their folders
+        for folder in adapters:
+            self._engine.add_lora(self._read_adapter(folder))
 
     @property
     def is_busy(self) -> bool:
@@ -77,40 +87,83 @@ class Worker:
             self._add(request)
         aborted = [str(number) for number in message.get("abort", ())]
         if aborted:
+            for number in aborted:
+                self._running.pop(number, None)
             self._engine.abort_request([self._ids.pop(number, number) for number in aborted], internal=True)
         if "reset" in message:
             self._engine.reset_prefix_cache()
             self.send({"reset": True})
 
     def _add(self, request: dict[str, Any]) -> None:
-        has_logits = {"logprobs": -1, "flat_logprobs": True} if request["logits"] else {}
         number = str(request["id"])
         try:
-            sampling = self._make_sampling(
-                output_kind=self._new_tokens_only, detokenize=False, **has_logits, **request["sampling"]
+            sampling = self._make_sampling(output_kind=self._new_tokens_only, detokenize=False, **self._read_sampling(request))
+            added = self._engine.add_request(
+                number, {"prompt_token_ids": request["prompt"]}, sampling, lora_request=self._read_adapter(request["adapter"])
             )
-            self._ids[number] = self._engine.add_request(number, {"prompt_token_ids": request["prompt"]}, sampling) or number
+            self._ids[number] = added or number
+            self._running[number] = request
         except Exception as error:  # of vLLM's own kinds: a prompt that is too long, or an option that this version refuses
             self.send({"refused": [request["id"], one_line(error)]})
 
+    def _read_sampling(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of vLLM's SamplingParams for a request."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        sampling = dict(request["sampling"])
+        if "structured_outputs" in sampling:
+            sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+        if request["logits"]:
+            return {**sampling, "logprobs": -1, "flat_logprobs": True}
+        return {**sampling, "logprobs": request["top"], "prompt_logprobs": request["prompt_top"]}
+
+    def _read_adapter(self, folder: "str | None") -> Any:
+        """Return vLLM's request of a LoRA adapter, or None."""
+        if folder is None:
+            return None
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+        number = self._adapters.setdefault(folder, len(self._adapters) + 1)
+        return LoRARequest(folder, number, folder)
+
     def step(self) -> None:
         """Run one step of vLLM, and send the new tokens."""
-        tokens: list[Any] = []
-        logits: list[Any] = []
-        ended: list[int] = []
+        messages: dict[str, list[Any]] = {name: [] for name in ("logits", "scores", "prompt_scores", "cached", "tokens", "ended")}
         for output in self._engine.step():
-            answer = output.outputs[0]
             number = int(output.request_id)
-            if answer.logprobs is not None and len(answer.token_ids):
-                logits.append([number, "".join(self._rows(answer.logprobs))])
+            request = self._running.get(output.request_id)
+            if request is None:  # it was aborted
+                continue
+            answer = output.outputs[0]
             if len(answer.token_ids):
-                tokens.append([number, list(answer.token_ids)])
+                self._read_extras(output, request, messages)
+                messages["tokens"].append([number, list(answer.token_ids)])
             if output.finished:
-                ended.append(number)
+                messages["ended"].append(number)
                 self._ids.pop(output.request_id, None)
-        for name, values in (("logits", logits), ("tokens", tokens), ("ended", ended)):
+                del self._running[output.request_id]
+        for name, values in messages.items():
             if values:
                 self.send({name: values})
+
+    def _read_extras(self, output: Any, request: dict[str, Any], messages: dict[str, list[Any]]) -> None:
+        """Add what comes before the new tokens of a request to the messages."""
+        number = request["id"]
+        answer = output.outputs[0]
+        if request["logits"]:
+            messages["logits"].append([number, "".join(self._rows(answer.logprobs))])
+        elif answer.logprobs is not None:
+            messages["scores"].append([number, read_scores(answer.token_ids, answer.logprobs, request["top"])])
+        if request.get("has_tokens"):
+            return
+        request["has_tokens"] = True
+        if output.prompt_logprobs is not None:
+            scores = read_scores(request["prompt"][1:], output.prompt_logprobs[1:], request["prompt_top"])
+            messages["prompt_scores"].append([number, scores])
+        if output.num_cached_tokens:
+            messages["cached"].append([number, output.num_cached_tokens])
 
     def _rows(self, logprobs: Any) -> Iterator[str]:
         """Yield the logits of each new token, [V] fp32, in base64."""
@@ -122,6 +175,18 @@ class Worker:
 
     def send(self, message: dict[str, Any]) -> None:
         send(self._answers, message)
+
+
+def read_scores(tokens: list[int], rows: Any, count: int) -> list[list[Any]]:
+    """Return for each token its log-probability, the ``count`` likeliest tokens with theirs, and the rank of the token.
+
+    vLLM's rows have the likeliest tokens, and the token itself, too, if it is none of them."""
+    scores = []
+    for token, row in zip(tokens, rows, strict=True):
+        ordered = sorted((one.rank, other, one.logprob) for other, one in row.items())
+        top = [[other, logprob] for _, other, logprob in ordered[:count]]
+        scores.append([token, row[token].logprob, top, row[token].rank])
+    return scores
 
 
 def send(answers: TextIO, message: dict[str, Any]) -> None:
@@ -151,11 +216,13 @@ def take_stdout() -> TextIO:
 def main() -> None:
     answers = take_stdout()
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
-    arguments = json.loads(sys.stdin.readline() or "{}").get("start", {})
+    first = json.loads(sys.stdin.readline() or "{}")
     threading.Thread(target=read_messages, args=(inbox,), daemon=True).start()
     try:
-        worker = Worker(arguments, answers)
-        worker.send({"ready": {"positions": worker.positions, "vocabulary": worker.vocabulary}})
+        worker = Worker(first.get("start", {}), first.get("adapters", []), answers)
+        worker.send(
+            {"ready": {"positions": worker.positions, "vocabulary": worker.vocabulary, "cache_tokens": worker.cache_tokens}}
+        )
         while True:
             if not worker.is_busy:
                 worker.take(inbox.get())

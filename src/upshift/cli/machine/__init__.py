@@ -1,0 +1,1 @@
+"""Commands for the machine itself: what is installed on it."""

@@ -1,0 +1,86 @@
+"""Guess the next tokens of a text with a smaller model, so that the model itself checks them in one pass.
+
+Leviathan, Kalman and Matias 2023 (arXiv:2211.17192), with the greedy guesses of transformers' ``assistant_model``. Each token is
+still chosen from the model's own logits, so the text is the same, sampled or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import RequestError
+from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.model import generation_task
+from upshift.inference.generation.prompts import Prompts
+from upshift.inference.registry import EngineSetup, build_engine
+from upshift.inference.weights import engine_folder, find_weights
+from upshift.models.profile_cache import positions_of
+from upshift.models.source import ModelSource
+
+ENGINES = ("torch", "vllm")  # that check guesses of a model
+GUESSED_TOKENS = 5  # transformers guesses up to 20 and adapts; the rate decides here whether to guess at all
+
+
+def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | None) -> ModelSource:
+    """Return the source of a draft model. Raise RequestError if it cannot guess for the model of ``source``.
+
+    ``tokenizer``: of that model. ``engine``: the only engine to use."""
+    if engine not in ENGINES:
+        raise RequestError(f"--draft {model} is for --engine torch and --engine vllm, and --engine is {engine}; add one of them")
+    if generation_task(source) != "generate":
+        raise RequestError(f"--draft {model} continues texts, and {source.reference!r} is an encoder-decoder; leave it out")
+    draft = find_weights(model)
+    if generation_task(draft) != "generate":
+        raise RequestError(f"--draft {model} is no causal language model; give a smaller one of the same family")
+    if Prompts(draft).tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise RequestError(
+            f"--draft {model} has other tokens than {source.reference!r}, so that its guesses mean other texts; give a smaller "
+            "model of the same family"
+        )
+    return draft
+
+
+def speculative_config(draft: ModelSource) -> str:
+    """Return vLLM's ``speculative_config`` for a draft model, as JSON."""
+    return json.dumps({"method": "draft_model", "model": str(draft.directory), "num_speculative_tokens": GUESSED_TOKENS})
+
+
+class DraftModel:
+    """A smaller model that continues a text greedily. It keeps the keys and values of one text."""
+
+    def __init__(self, source: ModelSource, setup: EngineSetup) -> None:
+        """Load the draft model in the precision of the setup, for one text at a time."""
+        folder = engine_folder("generate", source, "torch")
+        self._decoder = build_engine("generate", "torch", DecoderBuild(source, setup.changed(batch=1), folder))
+        self._positions = positions_of(source)
+        self._cached: list[int] = []  # the tokens whose keys and values the decoder has
+
+    def find(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the ``max_tokens`` likeliest tokens after the text, one by one, or none beyond the model's positions."""
+        if max_tokens < 1 or (self._positions is not None and len(tokens) + max_tokens > self._positions):
+            return []
+        logits = self._compute(list(tokens))
+        guess = [int(logits.argmax())]
+        while len(guess) < max_tokens:
+            logits = self._decoder.step(np.array(guess[-1:], dtype=np.int64))[0]
+            self._cached.append(guess[-1])
+            guess.append(int(logits.argmax()))
+        return guess
+
+    def _compute(self, tokens: list[int]) -> np.ndarray:
+        """Return the logits [V] after the text. Only tokens that differ from those of the last text are computed."""
+        pairs = zip(self._cached, tokens[:-1], strict=False)
+        shared = next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(self._cached), len(tokens) - 1))
+        surplus = len(self._cached) - shared
+        self._cached = tokens
+        logits: np.ndarray
+        if not shared:
+            self._decoder.keep([])
+            logits = self._decoder.admit([tokens])[0]
+            return logits
+        self._decoder.cut(surplus)
+        logits = self._decoder.extend(tokens[shared:])[-1]
+        return logits
