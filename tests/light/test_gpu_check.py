@@ -166,7 +166,8 @@ def test_a_part_that_hangs_is_ended_with_its_children(folder: Path) -> None:
     check.run([part])
     row = check.rows["facts"]
     assert row.status == "failed"
-    assert row.reason == f"took longer than its {part.seconds / MINUTES:.0f} s: waiting for the other rank; --minutes 2 gives it twice the time"
+    limit = f"{part.seconds / MINUTES:.0f} s"
+    assert row.reason == f"took longer than its {limit}: waiting for the other rank; --minutes 2 gives it twice the time"
     assert has_ended(int((folder / "child").read_text()))
 
 
