@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 
 from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
-from upshift.launching.request import Launch
+from upshift.launching.request import HostJob, Launch
+from upshift.launching.server import ServerJob
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
 from upshift.planning.workload import LengthHistogram
@@ -189,22 +190,36 @@ def histograms(draw: st.DrawFn) -> LengthHistogram:
     return LengthHistogram(**draw(fields_of(LengthHistogram, **instead)))
 
 
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,9}", fullmatch=True)
+LABELS = st.lists(st.tuples(NAMES, NAMES), max_size=MAX_ITEMS).map(tuple)
+HOST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "name": NAMES, "memory": st.none() | st.just("64Gi"), "environment": LABELS, "node_selector": LABELS,
+}  # fmt: skip
+
+
+def host_jobs() -> st.SearchStrategy[HostJob]:
+    return fields_of(HostJob, **HOST_FIELDS).map(lambda fields: HostJob(**fields))
+
+
+def server_jobs() -> st.SearchStrategy[ServerJob]:
+    instead = {**HOST_FIELDS, "gpus": st.just(0), "port": st.integers(1, 2**16 - 1)}
+    return fields_of(ServerJob, **instead).map(lambda fields: ServerJob(**fields))
+
+
 @st.composite
 def launches(draw: st.DrawFn) -> Launch:
-    names = st.from_regex(r"[a-z][a-z0-9]{0,9}", fullmatch=True)
-    labels = st.lists(st.tuples(names, names), max_size=MAX_ITEMS).map(tuple)
     least, more = draw(st.integers(1, 9)), draw(st.integers(0, 9))
     instead = {
-        "train": st.lists(names, max_size=MAX_ITEMS).map(lambda words: ("train", *words)), "name": names,
-        "hosts": st.lists(names.filter(lambda name: name != "localhost"), max_size=MAX_ITEMS, unique=True).map(tuple),
-        "min_nodes": st.just(least), "max_nodes": st.just(least + more), "memory": st.none() | st.just("64Gi"),
-        "environment": labels, "node_selector": labels,
+        **HOST_FIELDS, "train": st.lists(NAMES, max_size=MAX_ITEMS).map(lambda words: ("train", *words)),
+        "hosts": st.lists(NAMES.filter(lambda name: name != "localhost"), max_size=MAX_ITEMS, unique=True).map(tuple),
+        "min_nodes": st.just(least), "max_nodes": st.just(least + more),
     }  # fmt: skip
     return Launch(**draw(fields_of(Launch, **instead)))
 
 
 SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {
-    Host: hosts, Launch: launches, LengthHistogram: histograms, Plan: plans, XlaArguments: xla_arguments,
+    Host: hosts, HostJob: host_jobs, Launch: launches, LengthHistogram: histograms, Plan: plans, ServerJob: server_jobs,
+    XlaArguments: xla_arguments,
 }  # fmt: skip
 
 

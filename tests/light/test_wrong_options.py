@@ -192,7 +192,7 @@ def test_an_option_twice(path: tuple[str, ...], option: Any) -> None:
 def some_option(path: tuple[str, ...]) -> list[str]:
     """Return an option that the command does not need: without any word, it shows its examples first."""
     names = {long_name(option) for option in COMMANDS[path].params if is_option(option)}
-    options = (("--json",), ("--quick",), ("--seed", "9"), ("--port", "9"), ("--rows", "9"))
+    options = (("--json",), ("--quick",), ("--seed", "9"), ("--port", "9"), ("--rows", "9"), ("--dry-run",))
     return next([name, *value] for name, *value in options if name in names)
 
 
