@@ -98,7 +98,7 @@ def test_a_model_whose_padding_was_not_tested_is_not_padded(model: str, tmp_path
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     small = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     decoder = find_weights(save(tmp_path / "decoder", LlamaConfig(**small)))
-    assert pads_safely(decoder, "generate") and not pads_safely(find_weights(model), "generate")
+    assert pads_safely(decoder) and not pads_safely(find_weights(model))
     assert rounding_of(decoder, PROMPTS).batch > 1 == rounding_of(find_weights(model), PROMPTS).batch
 
     def fail(*_: object) -> None:
@@ -107,6 +107,6 @@ def test_a_model_whose_padding_was_not_tested_is_not_padded(model: str, tmp_path
     monkeypatch.setattr(check, "_Probe", fail)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "other cache"))
     assert "was not tested: no small copy of the model runs: RuntimeError: no such kernel" in isolation_of(decoder).left_padding
-    assert not pads_safely(decoder, "generate")
+    assert not pads_safely(decoder)
     t5 = T5Config(vocab_size=260, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    assert pads_safely(find_weights(save(tmp_path / "t5", t5, AutoModelForSeq2SeqLM)), "seq2seq")
+    assert pads_safely(find_weights(save(tmp_path / "t5", t5, AutoModelForSeq2SeqLM)))

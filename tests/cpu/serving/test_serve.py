@@ -475,7 +475,7 @@ def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "wrong").write_text("third\n")
     for options, words in (
-        ((), "answers with status 401: send a key that this server knows: Authorization: Bearer KEY; give --api-key-file"),
+        ((), "send a key that this server knows: Authorization: Bearer KEY, or x-api-key: KEY; give --api-key-file"),
         (("--api-key-file", tmp_path / "wrong"), "answers with status 401"),
         (("--api-key-file", tmp_path / "empty"), "has no key; write a key a line"),
     ):

@@ -362,8 +362,8 @@ def embedded_with_pace(monkeypatch: pytest.MonkeyPatch, requests: list[Embed], *
 
     original = EmbeddingWorker.__init__
 
-    def start(self: EmbeddingWorker, request: Any) -> None:
-        original(self, request)
+    def start(self: EmbeddingWorker, request: Any, **options: Any) -> None:
+        original(self, request, **options)
         self.text_seconds = text_seconds
 
     monkeypatch.setattr(EmbeddingWorker, "__init__", start)

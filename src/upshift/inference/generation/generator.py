@@ -12,9 +12,10 @@ from upshift.inference.engine_environment import EngineEnvironment, choose_envir
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, find_draft, speculative_config
-from upshift.inference.generation.engines.base import Decoder, DecoderBuild, MediaPrompt
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
+from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.model import (
     CacheBytes,
     available_memory,

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference.generation.engines.base import MediaPrompt
 from upshift.inference.resumable_output import is_text
-from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
 from upshift.models.tasks import inputs_of
 
@@ -19,6 +17,14 @@ FORM = (
     '{"prompt": "...", "images": ["a.png"]}, or {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, '
     '{"type": "text", "text": "..."}]}]}'
 )
+
+
+class MediaPrompt(list[int]):
+    """The token ids of a prompt, and the model's other inputs for it, such as the pixels of its images."""
+
+    def __init__(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
+        super().__init__(ids)
+        self.inputs = inputs
 
 
 def has_media(prompt: Any) -> bool:
@@ -43,6 +49,8 @@ class MediaPrompts:
     def processor(self) -> Any:
         """Return the model's processor. Raise RequestError if the model reads no images, or has no processor that loads."""
         from transformers import AutoProcessor
+
+        from upshift.models.build import find_architecture
 
         reference = self._source.reference
         inputs = inputs_of(find_architecture(self._source.hf_config, reference).model_class)

@@ -13,13 +13,18 @@ from upshift.serving.batches import Batches
 from upshift.serving.guard import FILES_PATH
 from upshift.serving.protocols.batch_requests import BatchRequest, read_upload
 
+UPLOAD_FIELDS = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
+UPLOAD = {
+    "required": True,
+    "content": {"multipart/form-data": {"schema": {"type": "object", "required": [*UPLOAD_FIELDS], "properties": UPLOAD_FIELDS}}},
+}
 ADDRESSES = {"file": FILES_PATH, "batch": "/v1/batches"}
 
 
 def add_batch_addresses(app: FastAPI, batches: Batches | None, errors: dict[str, Any]) -> None:
     """Add the addresses to an application. Without ``batches``, they answer 403. ``errors`` describes their errors."""
     addresses = BatchAddresses(batches)
-    app.post(FILES_PATH, **errors)(addresses.upload)
+    app.post(FILES_PATH, openapi_extra={"requestBody": UPLOAD}, **errors)(addresses.upload)
     app.get(FILES_PATH, **errors)(addresses.files)
     app.get(f"{FILES_PATH}/{{id}}", **errors)(addresses.file)
     app.get(f"{FILES_PATH}/{{id}}/content", **errors)(addresses.content)

@@ -95,13 +95,19 @@ class RerankRequest(CheckedBody):
 
 FIRST_NAMES = ("text_1", "data_1", "queries")
 SECOND_NAMES = ("text_2", "data_2", "documents", "items")
-SCORE_FORMS: dict[str, Any] = {
-    "allOf": [NAMED_MODEL],
-    "oneOf": [
-        {"required": [first, second]}
-        for first, second in (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
-    ],
-}
+
+
+def _score_form(first: str, second: str) -> dict[str, Any]:
+    """Return the JSON schema of a body with one text under ``first``, and its texts under ``second``.
+
+    Several first texts are taken, too, if there are as many second ones, which a schema cannot say."""
+    others = {name: {"type": "null"} for name in FIRST_NAMES + SECOND_NAMES if name not in (first, second)}
+    given = {first: {"type": "string"}, second: {"type": ["string", "array"]}}
+    return {"required": [first, second], "properties": {**others, **given}}
+
+
+FORMS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+SCORE_FORMS: dict[str, Any] = {"allOf": [NAMED_MODEL], "oneOf": [_score_form(first, second) for first, second in FORMS]}
 
 
 class ScoreRequest(CheckedBody):

@@ -3,7 +3,7 @@ and values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,14 +19,6 @@ class Prefix(NamedTuple):
 
     length: int
     states: Any
-
-
-class MediaPrompt(list[int]):
-    """The token ids of a prompt, and the model's other inputs for it, such as the pixels of its images."""
-
-    def __init__(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
-        super().__init__(ids)
-        self.inputs = inputs
 
 
 NO_ROWS = np.zeros((0, 0), dtype=np.int64)

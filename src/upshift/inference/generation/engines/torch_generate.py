@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from upshift.inference.generation.engines.base import DecoderBuild, MediaPrompt, NoExtension
+from upshift.inference.generation.engines.base import DecoderBuild, NoExtension
+from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.tokenizer import padded_rows
