@@ -17,7 +17,7 @@ from upshift.planning.search.ranking import Candidate, Ranking
 
 # Error of the ratio of two predicted speeds, as a logarithm: 90 % of the pairs of published rows of one model on one kind of
 # device are within it, of training as of inference (benchmarks/cases/published.py).
-PAIR_ERROR = 0.227
+PAIR_ERROR = 0.213
 # How much each mechanism adds that can go wrong or be slow. They are in the order in which torchtitan (arXiv 2410.06511) and the
 # Ultra-Scale Playbook take them up: data parallelism, fully_shard and recomputation first, pipelines last.
 ZERO = 1
