@@ -12,6 +12,10 @@ import torch
 import transformers
 from command import Command
 
+from upshift.errors import RequestError
+from upshift.inference.generation.media import read_image
+from upshift.inference.media.items import MediaItem
+from upshift.inference.media.items import read_image as read_row
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 NEEDS_PILLOW = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
@@ -125,3 +129,22 @@ def test_a_model_of_text_alone_refuses_images(tmp_path: Path, upshift: Command) 
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "see", "images": ["a.png"]}))
     answer = upshift("generate", tmp_path, "--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers.jsonl")
     assert answer.code == 2 and "reads text, and the prompts have images" in " ".join(answer.err.split())
+
+
+@NEEDS_PILLOW
+def test_whatever_pillow_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow says that an image is broken, or far too large, by errors of three kinds, for prompts as for rows to encode."""
+    from PIL import Image
+
+    cut = tmp_path / "cut.png"
+    Image.new("RGB", (64, 64)).save(cut)
+    cut.write_bytes(cut.read_bytes()[:50])
+    large = tmp_path / "large.png"
+    Image.new("RGB", (64, 64)).save(large)
+    (text := tmp_path / "text.png").write_text("no image")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    for path in (cut, large, text):
+        with pytest.raises(RequestError, match=path.name):
+            read_image(str(path), "prompt 1")
+        with pytest.raises(RequestError, match=path.name):
+            read_row(MediaItem("image", str(path), "line 1"))

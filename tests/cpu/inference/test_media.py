@@ -17,7 +17,7 @@ from test_encode import MINILM
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference import registry
+from upshift.inference import image_files, registry
 from upshift.inference.media import items as media_items
 from upshift.inference.media.encoder import MediaEncoder
 from upshift.inference.media.items import MediaItem, read_sound
@@ -268,7 +268,8 @@ def test_a_sound_is_the_mean_of_its_channels(tmp_path: Path, monkeypatch: pytest
     np.testing.assert_allclose(sound.samples, np.array([2000, -1000]) / 2**15, atol=1e-7)
     other = tmp_path / "song.flac"
     other.write_bytes(b"fLaC")
-    monkeypatch.setattr(media_items, "find_spec", lambda name: None)
+    for module in (media_items, image_files):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="soundfile"):
         read_sound(MediaItem("audio", str(other), "here"))
     with pytest.raises(MissingExtra, match="Pillow"):

@@ -15,7 +15,7 @@ from upshift.inference.encoding.engines.base import batch_by_length
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.race.early_stopping import EarlyStopping, serve_race
-from upshift.inference.race.types import RaceRequest, RaceResult, Run, cosines
+from upshift.inference.race.types import RaceRequest, RaceResult, Run, with_agreement
 from upshift.inference.registry import EngineSetup
 from upshift.record import Spread
 
@@ -43,7 +43,7 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
         rows = encoding.rows(sample)
         cpu_seconds = time.process_time() - cpu_start
         seconds = time.perf_counter() - start
-        run = _with_agreement(Run(setup=encoding.setup, load_seconds=load_seconds), rows, np.load(request.reference))
+        run = with_agreement(Run(setup=encoding.setup, load_seconds=load_seconds), rows, np.load(request.reference))
         rounds = [_time_round(encoding, sample) if setup.hint == "latency" else [seconds]]
         cpu_share = cpu_seconds / (seconds * setup.threads)
         stopped = early_stopping.stop(_with_times(run, rounds, len(sample)), cpu_share)
@@ -59,16 +59,6 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
         if stopped is not None:
             break
     return runs
-
-
-def _with_agreement(run: Run, rows: np.ndarray, expected: np.ndarray) -> Run:
-    """Return the run with the agreement of its rows with the reference's."""
-    cosine = cosines(rows, expected)
-    return run.changed(
-        largest_difference=float(np.abs(rows - expected).max(initial=0.0)),
-        worst_cosine=float(cosine.min(initial=1.0)),
-        median_cosine=float(np.median(cosine)) if len(cosine) else 1.0,
-    )
 
 
 def _time_round(encoding: Encoding, sample: list[list[int]]) -> list[float]:

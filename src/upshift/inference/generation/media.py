@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.inference.image_files import read_image_file
 from upshift.inference.resumable_output import is_text
 from upshift.models.source import ModelSource
 from upshift.models.tasks import inputs_of
@@ -106,12 +106,7 @@ class MediaPrompts:
 def read_image(path: str, name: str) -> Any:
     """Return the image of a file, in RGB. Raise RequestError if it cannot be read. ``name`` names its prompt."""
     try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
-    try:
-        with Image.open(Path(path)) as image:
-            return image.convert("RGB")
+        return read_image_file(path, purpose="a prompt with images")
     except OSError as error:
         reason = error.strerror or "no image that pillow knows"
         raise RequestError(f"{name} has the image {path!r}, which cannot be read ({reason}); give the path of an image") from None

@@ -14,7 +14,7 @@ from upshift.inference.media.items import MediaItem
 from upshift.inference.media.model import MediaConfig
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.early_stopping import EarlyStopping, serve_race
-from upshift.inference.race.types import RaceRequest, RaceResult, Run, cosines
+from upshift.inference.race.types import RaceRequest, RaceResult, Run, with_agreement
 from upshift.inference.registry import EngineSetup
 from upshift.record import Spread
 
@@ -42,17 +42,14 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
         expected = np.load(request.reference)
         if setup.engine == "nothing":
             rows = np.broadcast_to(rows, expected.shape)
-        cosine = cosines(rows, expected)
         run = Run(
             setup=encoding.setup,
             load_seconds=load_seconds,
             seconds=Spread.of([seconds]),
             per_second=len(sample) / seconds,
             first_seconds=seconds * batch / len(sample) if setup.hint == "latency" else None,
-            largest_difference=float(np.abs(rows - expected).max(initial=0.0)),
-            worst_cosine=float(cosine.min(initial=1.0)),
-            median_cosine=float(np.median(cosine)),
         )
+        run = with_agreement(run, rows, expected)
         stopped = early_stopping.stop(run, cpu_share)
         runs.append(run.changed(stopped=stopped))
         if stopped is not None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.inference.image_files import read_image_file
 from upshift.inference.resumable_output import is_text, parse_object, read_lines
 
 Modality = Literal["image", "audio", "text"]
@@ -126,14 +127,9 @@ def check_sounds(items: Sequence[MediaItem], *, rate: int, longest_seconds: floa
 
 def read_image(item: MediaItem, *, header_only: bool = False) -> Any:
     """Return an image in RGB, as Pillow reads it. Raise RequestError if it cannot be read."""
-    if find_spec("PIL") is None:
-        raise MissingExtra(library="Pillow", extra="images", purpose="reading images")
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        with Image.open(item.content) as image:
-            return None if header_only else image.convert("RGB")
-    except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        return read_image_file(item.content, purpose="reading images", header_only=header_only)
+    except OSError as error:
         raise RequestError(f"{_named(item)} is no image that can be read ({error}); replace it, or leave it out") from None
 
 

@@ -180,6 +180,16 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return cosine
 
 
+def with_agreement(run: Run, rows: np.ndarray, expected: np.ndarray) -> Run:
+    """Return the run with the agreement of its rows with the reference's."""
+    cosine = cosines(rows, expected)
+    return run.changed(
+        largest_difference=float(np.abs(rows - expected).max(initial=0.0)),
+        worst_cosine=float(cosine.min(initial=1.0)),
+        median_cosine=float(np.median(cosine)) if len(cosine) else 1.0,
+    )
+
+
 T = TypeVar("T")
 
 
