@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import rooms
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
@@ -62,6 +64,7 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
 MAX_UNFORMATTED = 45  # statements that the formatter leaves alone, outside cli: tables of short words
 MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORTED = 60  # modules, of the standard library most of them
+MAX_ROOMS = {"plan": 110, "train": 140, "generate": 70}  # files that the model enters from a command, by tests/rooms.py
 MACHINE_TEXT = {
     "an absolute path of a machine": re.compile(r"(?<![\w.])/(?:work|root|home)/"),
     "a registry address": re.compile(r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"),
@@ -401,6 +404,68 @@ def test_public_functions_name_their_arguments() -> None:
             if more is not None and (more.annotation is None or ast.unparse(more.annotation) in ("Any", "object")):
                 broken.append(f"{at(file, node.lineno)} {node.name}: **{more.arg}")
     refuse(broken, "keyword arguments have names and types")
+
+
+def test_a_model_enters_few_files() -> None:
+    """A reader who follows the model through a command opens each of these files."""
+    walked = rooms.Sources({module: tree(file) for module, file in modules().items()})
+    counts = {command: rooms.files_of(rooms.rooms(walked, walked.start(command))) for command in rooms.COMMANDS}
+    refuse([f"{command}: {count}" for command, count in counts.items() if count > MAX_ROOMS[command]], f"over {MAX_ROOMS}")
+
+
+REGISTRY = """
+from upshift.cli import train
+from upshift.cli.plan import command as plan
+COMMANDS = (Entry("plan", plan.command, TRAIN), Entry("train", train.command, TRAIN), Entry("data", train.show, LOOK))
+"""
+COMMAND = """
+import math
+from upshift.loading import load
+def command(model, limit=0):
+    request = pack(locals())
+    load(limit)
+    math.log(request)
+    Loader(request).read(limit)
+"""
+LOADING = """
+def load(path): ...
+def pack(options): ...
+class Loader:
+    def __init__(self, path): self.path = path
+    def read(self, limit): ...
+    def log(self, number): unused(number)
+"""
+
+
+def small_sources() -> rooms.Sources:
+    texts = {
+        rooms.COMMAND_LINE: REGISTRY,
+        "upshift.cli.plan.command": COMMAND + "\nfrom upshift.loading import Loader\nfrom upshift.packing import pack\n",
+        "upshift.cli.train": "def show(folder): ...",
+        "upshift.loading": LOADING,
+        "upshift.packing": "def pack(options): ...",
+    }
+    return rooms.Sources({module: ast.parse(text) for module, text in texts.items()})
+
+
+def test_rooms_are_those_that_the_model_enters() -> None:
+    walked = small_sources()
+    entered = {".".join(place) for place in rooms.rooms(walked, walked.start("plan"))}
+    assert entered == {"upshift.cli.plan.command.command", "upshift.packing.pack", "upshift.loading.Loader.__init__"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("tune", "upshift.cli.main registers no command 'tune'; it has plan, train, data"),
+        ("train", "train.command, the command 'train', is no function with a parameter 'model'"),
+        ("data", "train.show, the command 'data', is no function with a parameter 'model'"),
+    ],
+)
+def test_a_missing_start_is_named(command: str, words: str) -> None:
+    with pytest.raises(rooms.MissingStart) as error:
+        small_sources().start(command)
+    assert str(error.value) == words
 
 
 def test_few_statements_are_not_formatted() -> None:
