@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
 from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
+from upshift.models.config import label_names
 
 SAMPLE_ITEMS = 32  # that a race runs on
 BATCHES = (1, 4, 16)  # items
@@ -72,8 +72,7 @@ class MediaEncoder:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.config.kind != "class scores":
             return ()
-        label_names: dict[Any, str] = self.source.hf_config.id2label or {}
-        return tuple(label_names[index] for index in sorted(label_names))
+        return label_names(self.source.hf_config)
 
     def encode(self, items: Sequence[str | Path | Mapping[str, str]]) -> np.ndarray:
         """Return one row for each item [N, H], in the order of the items, in fp32.
