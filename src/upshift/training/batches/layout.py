@@ -12,7 +12,9 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
+from upshift.planning.plan import Plan
 from upshift.planning.workload import RowsTogether, pack_rows, round_up, spread_rows
+from upshift.training.batches.objective import Objective
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]
@@ -39,6 +41,22 @@ class Layout(Value):
         if self.rank >= self.world_size:
             raise RequestError(f"rank={self.rank} is not in world_size={self.world_size}; use 0 to {self.world_size - 1}")
         return self
+
+
+def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
+    """Return the layout for one data-parallel rank."""
+    return Layout(
+        micro_batch=plan.per_device_train_batch_size,
+        packing=plan.packing,
+        flatten=plan.flattens,
+        pad_multiple=plan.pad_multiple,
+        # Most causal models ignore padding on the right of a text, and so do their losses.
+        mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
+        pads=objective.padding != "none",
+        rows_together=objective.rows_together,
+        rank=data_rank,
+        world_size=plan.data_parallel,
+    )
 
 
 class RowGroup(NamedTuple):

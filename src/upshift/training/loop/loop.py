@@ -18,7 +18,7 @@ from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
 from upshift.record import Numbers
-from upshift.training.batches.plan_layout import layout_for
+from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable

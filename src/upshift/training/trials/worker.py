@@ -36,7 +36,8 @@ from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tol
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch, without_pairs
-from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, UpcomingSizes, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored_rows, read_stored_rows
 from upshift.training.checkpoint.rng import seed_rng
