@@ -128,8 +128,8 @@ def are_peers(ranks: int) -> bool:
     """Return whether every GPU can read the memory of every other one. If not, NCCL copies through the host's memory."""
     import torch
 
-    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+    pairs = [(reader, owner) for reader in range(ranks) for owner in range(ranks) if reader != owner]
+    return all(torch.cuda.can_device_access_peer(reader, owner) for reader, owner in pairs)
 
 
 def measure_rank(rank: int, ranks: int, port: int) -> dict[str, Any]:

@@ -327,11 +327,11 @@ def contestants(
         precisions = [
             precision for precision in factory.precisions_on(device) if precision == reference or precision not in excluded
         ]
-        own = environment if spec.has_environment else None
-        if own is not None:
-            precisions = [precision for precision in precisions if own.allows(precision)]
+        engine_environment = environment if spec.has_environment else None
+        if engine_environment is not None:
+            precisions = [precision for precision in precisions if engine_environment.allows(precision)]
         if precisions and _supports(task, factory, source):
-            setups += [base.changed(engine=name, precision=precision, environment=own) for precision in precisions]
+            setups += [base.changed(engine=name, precision=precision, environment=engine_environment) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
 
 

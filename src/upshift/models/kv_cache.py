@@ -132,8 +132,8 @@ def join_rows(present: Any, new: Any, *, dropped: int, present_padding: int, new
         for name, dimension in TOKEN_STATES:
             states = getattr(layer, name, None)
             if states is not None and states.numel():
-                kept = states.narrow(dimension, dropped, states.shape[dimension] - dropped)
-                padded = _pad_left(kept, dimension, present_padding)
+                remaining = states.narrow(dimension, dropped, states.shape[dimension] - dropped)
+                padded = _pad_left(remaining, dimension, present_padding)
                 setattr(layer, name, torch.cat([padded, _pad_left(getattr(other, name), dimension, new_padding)]))
         for name in FIXED_STATES:
             fixed = getattr(layer, name, {})

@@ -108,12 +108,12 @@ class AdapterOptions(Value):
 
     def first_of_adapter(self) -> str | None:
         """Return the first given option that describes a new adapter, or None."""
-        given = (
+        names = (
             _option_name(name)
             for name, field in AdapterOptions.model_fields.items()
             if name.startswith("lora_") and getattr(self, name) != field.default
         )
-        return next(given, None)
+        return next(names, None)
 
     def check_rank(self) -> None:
         """Raise RequestError if there is no rank, and another option is of an adapter."""

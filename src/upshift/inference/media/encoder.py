@@ -84,8 +84,9 @@ class MediaEncoder:
         """Return the items. Raise RequestError with the first one that cannot be read, or that the model does not read."""
         for item in items:
             if item.modality not in self.config.modalities:
-                known = " and ".join(self.config.modalities)
-                raise RequestError(f"{item.origin} is of kind {item.modality}, and {self.source.reference!r} encodes {known}")
+                modalities = " and ".join(self.config.modalities)
+                model = repr(self.source.reference)
+                raise RequestError(f"{item.origin} is of kind {item.modality}, and {model} encodes {modalities}")
         check_media(items)
         if any(item.modality == "audio" for item in items):
             rate, longest_seconds = self.inputs.sound_limits()

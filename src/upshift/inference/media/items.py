@@ -79,8 +79,8 @@ def _read_folder(folder: Path) -> list[MediaItem]:
             continue
         modality = modality_of(file)
         if modality is None or not file.is_file():
-            known = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
-            raise RequestError(f"--input {folder} has {file.name}, which is no image or sound ({known}); move it elsewhere")
+            suffixes = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
+            raise RequestError(f"--input {folder} has {file.name}, which is no image or sound ({suffixes}); move it elsewhere")
         items.append(MediaItem(modality, str(file), str(file)))
     if not items:
         raise RequestError(f"--input {folder} has no files; give a folder of images or sounds")

@@ -502,8 +502,8 @@ class ExchangeCost:
     def _hop_seconds(self, num_bytes: float, group: Group) -> list[float]:
         """Return the seconds of each hop from the first rank of a group to the last."""
         seconds = self.memo.get_or_compute(("hops", num_bytes, group), lambda: hop_seconds(self.host, num_bytes, group))
-        known = [hop for hop in seconds if hop is not None]
-        if len(known) < len(seconds):
+        hops = [hop for hop in seconds if hop is not None]
+        if len(hops) < len(seconds):
             place = "between" if group.num_nodes > 1 and self.host.inter_node is None else "inside"
             raise UnknownLink(f"the rate {place} nodes is unknown")
-        return known
+        return hops

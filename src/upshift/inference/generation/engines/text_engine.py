@@ -238,8 +238,8 @@ class ProcessEngine:
         self._next_number = 1
         self._send_all({"start": dict(arguments), "adapters": list(adapters)})
         ready = [self._receive()["ready"] for _ in self._processes]
-        self.positions: int = min(one["positions"] for one in ready)
-        tokens = [one["cache_tokens"] for one in ready if one.get("cache_tokens")]
+        self.positions: int = min(message["positions"] for message in ready)
+        tokens = [message["cache_tokens"] for message in ready if message.get("cache_tokens")]
         self.cache_tokens = sum(tokens) if len(tokens) == len(ready) else None
 
     @property
@@ -260,7 +260,7 @@ class ProcessEngine:
         numbers = []
         running = Counter(self._replicas.values())
         for number, request in enumerate(requests, start=self._next_number):
-            replica = min(range(len(self._processes)), key=lambda one: running[one])
+            replica = min(range(len(self._processes)), key=lambda index: running[index])
             running[replica] += 1
             self._replicas[number] = replica
             messages[replica].append({"id": number, **request._asdict()})
@@ -351,7 +351,7 @@ class ProcessEngine:
 
 def _read_scores(rows: Iterable[Sequence[Any]]) -> list[ScoredToken]:
     return [
-        ScoredToken(token, logprob, tuple((int(one), float(value)) for one, value in top), rank)
+        ScoredToken(token, logprob, tuple((int(other), float(value)) for other, value in top), rank)
         for token, logprob, top, rank in rows
     ]
 
