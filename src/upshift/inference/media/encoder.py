@@ -103,8 +103,14 @@ class MediaEncoder:
         """Return the engine that wins a race on some of the items, or that won before."""
         if self._encoding is None:
             sample = [list(item) for item in pick_evenly(items, SAMPLE_ITEMS)]
-            asked = self.config.to_json()
-            contest = Contest(task="media", source=self.source, asked=asked, pad=0, batches=BATCHES, hint="throughput")
+            contest = Contest(
+                task="media",
+                source=self.source,
+                task_options=self.config.to_json(),
+                pad=0,
+                batches=BATCHES,
+                hint="throughput",
+            )
             policy = RacePolicy(self.quality, Limits(), len(items), engine=self._engine, seconds=self._race_seconds)
             self.race = race(contest, self.host, sample, policy, forecast=lambda: lambda setup: None, on_run=self._on_run)
             self._encoding = MediaEncoding(self.source, self.config, self.race.chosen)

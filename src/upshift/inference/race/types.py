@@ -73,7 +73,7 @@ class Contest(Value):
 
     task: Task
     source: ModelSource
-    asked: str  # the options of the task, as JSON
+    task_options: str  # as JSON
     pad: int
     batches: tuple[int, ...]  # that every setup tries
     hint: Hint
