@@ -78,7 +78,7 @@ class EngineEnvironment(Value):
     """Describe the environment of an engine, and hold the fixed arguments."""
 
     python: Path
-    version: str  # of vLLM
+    version: str  # vLLM's version
     torch: str | None = None
     transformers: str | None = None
     arguments: EngineArguments = EngineArguments()

@@ -142,7 +142,7 @@ class EngineFactory(NamedTuple):
     name: str  # module:class, in the task's folder of engines
     precisions: tuple[Precision, ...]  # on a CPU
     on_gpu: tuple[Precision, ...] = ()
-    needs: Precision | None = None  # that the hardware must support, whatever the precision of the weights
+    needs: Precision | None = None  # the hardware must support it, whatever the precision of the weights
     kinds: str = ""  # module:name of the supported model types (model_type of a config); empty: all
 
     def precisions_on(self, device: Device) -> tuple[Precision, ...]:
@@ -153,7 +153,7 @@ class EngineSpec(NamedTuple):
     """An engine: the libraries that it needs, and its factory for each task."""
 
     libraries: tuple[str, ...]
-    extra: str  # of Upshift; empty: the core installs the libraries
+    extra: str  # Upshift's extra with the libraries; empty: the core installs them
     factories: Mapping[Task, EngineFactory]
     uncompiled: EngineName | None = None  # for an engine that compiles at each load: the same engine without compiling
     start_seconds: float = 0.0  # the least that the start of its own process takes; 0: it runs in ours

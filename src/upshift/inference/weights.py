@@ -20,7 +20,7 @@ from upshift.settings import read_settings
 from upshift.units import format_bytes
 
 OPENVINO_FILE = "openvino_model.xml"  # the name that OpenVINO's tools use
-OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder: only Upshift writes such a pair
+OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder; only Upshift writes such a pair
 MEMORY_FACTOR = 1.5  # memory over bytes of weights: the export of a Llama of 134 M parameters to OpenVINO took 1.26
 
 

@@ -191,7 +191,7 @@ def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
         objective = task.objective
         fits_kind = config.is_encoder_decoder == (objective == "seq2seq-lm") or objective == "sequence-classification"
         is_decoder = objective == "masked-lm" and getattr(config, "is_decoder", False)
-        has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of a model of texts and images
+        has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of texts and images
         if fits_kind and not is_decoder and not has_text_part:
             return Architecture(trainable, task)
     model_class = next(_classes_for(FEATURES, config), None)

@@ -17,8 +17,8 @@ from upshift.models.config import heads_of
 
 NAMES = ("cache", "past_key_values", "cache_params")  # the newest name first
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # with keys and values alone
-TOKEN_STATES = (("keys", 2), ("values", 2), ("indexer_keys", 1))  # of a layer, and the dimension of their tokens
-FIXED_STATES = ("conv_states", "recurrent_states")  # of a layer: tensors by their number
+TOKEN_STATES = (("keys", 2), ("values", 2), ("indexer_keys", 1))  # a layer's tensors, and the dimension of their tokens
+FIXED_STATES = ("conv_states", "recurrent_states")  # a layer's tensors by their number
 
 
 def cache_argument(model: Any) -> str:

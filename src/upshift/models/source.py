@@ -46,7 +46,7 @@ QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:23
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
 ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # as transformers names it
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
-SHOWN_CHARACTERS = 100  # of a reference in a message
+SHOWN_CHARACTERS = 100  # the most characters of a reference in a message
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; no pickled files
 

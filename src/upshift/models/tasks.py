@@ -22,7 +22,7 @@ class ModelTask(NamedTuple):
 
     name: str  # as the Hub and transformers' pipelines name it
     auto_class: str
-    table: str  # of transformers, from model types to classes
+    table: str  # the name of transformers' table from model types to classes
     preprocessor: Preprocessor
     output: Output
     objective: Objective | None = None  # the loss that Upshift trains; None: it trains none

@@ -16,7 +16,7 @@ from upshift.inference.race.rows import run_row_setup
 from upshift.inference.race.types import RaceRequest, RaceResult, Run
 from upshift.inference.registry import EngineSetup
 
-FIRST_TEXTS = 8  # that run as a part of loading
+FIRST_TEXTS = 8  # texts that run as a part of loading
 
 
 def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping) -> list[Run]:

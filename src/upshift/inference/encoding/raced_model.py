@@ -35,7 +35,7 @@ SAMPLE_BATCHES = 8
 # fast as 1,024, or 512 as fast as 256 (1.08), and 2,048 never faster (docs/log.md). A GPU needs more tokens.
 CPU_BATCHES = (256, 512, 1024)
 GPU_BATCHES = (1024, 4096)
-CHECKED_TEXTS = 4096  # that are in memory at once
+CHECKED_TEXTS = 4096  # texts in memory at once
 LATENCY_BATCHES = (1, 64, 256, 1024, 4096)  # 1: each text alone
 
 

@@ -20,7 +20,7 @@ from upshift.inference.weights import engine_folder, find_weights
 from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource
 
-ENGINES = ("torch", "vllm")  # that check guesses of a model
+ENGINES = ("torch", "vllm")  # the engines that check another model's guesses
 GUESSED_TOKENS = 5  # transformers guesses up to 20 and adapts; the rate decides here whether to guess at all
 
 

@@ -48,10 +48,10 @@ from upshift.models.sequence_length import check_border
 from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
-SAMPLE_PROMPTS = 8  # of a race
+SAMPLE_PROMPTS = 8  # prompts of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
-CACHE_SHARE = 0.25  # of the free memory
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of the first bytes of a character
+CACHE_SHARE = 0.25  # the share of the free memory that caches may take
 LONG_TEXT_ENGINE = "torch"  # the only engine that chooses longrope's factors by the length of each text
 
 

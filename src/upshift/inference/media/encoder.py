@@ -25,7 +25,7 @@ from upshift.inference.resumable_output import is_text
 from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
 from upshift.models.config import label_names
 
-SAMPLE_ITEMS = 32  # that a race runs on
+SAMPLE_ITEMS = 32  # items that a race runs on
 BATCHES = (1, 4, 16)  # items
 
 

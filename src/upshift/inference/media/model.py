@@ -91,12 +91,12 @@ class MediaForward(torch.nn.Module):
         if self.kind == "class scores":
             scores: torch.Tensor = output.logits
             return scores
-        if isinstance(output, torch.Tensor):  # of methods before transformers 5
+        if isinstance(output, torch.Tensor):  # the methods return it before transformers 5
             return output
         for name in ("image_embeds", "pooler_output"):
             pooled = getattr(output, name, None)
             if pooled is not None:
-                rows: torch.Tensor = pooled.flatten(1)  # of a convolutional model [B, C, 1, 1]
+                rows: torch.Tensor = pooled.flatten(1)  # a convolutional model gives [B, C, 1, 1]
                 return rows
         states: torch.Tensor = output.last_hidden_state
         return states.mean(1) if states.dim() == 3 else states.flatten(2).mean(2)

@@ -31,7 +31,7 @@ FOUR_BITS: tuple[Precision, ...] = ("int4", "int4-weights")
 # (docs/log.md).
 FOUR_BIT_LOSS_RATIO = 16.0
 
-TEMPORARY_PHRASES = (  # of libraries in C++ and Python whose memory is full, and of full disks
+TEMPORARY_PHRASES = (  # in the errors of libraries whose memory is full, and of full disks
     "out of memory",
     "outofmemory",
     "memoryerror",

@@ -35,7 +35,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.versions import installed_versions
 
-LIBRARIES = (  # whose versions are part of a race's key
+LIBRARIES = (  # their versions are part of a race's key
     "torch",
     "transformers",
     "onnxruntime",
@@ -44,7 +44,7 @@ LIBRARIES = (  # whose versions are part of a race's key
     "ctranslate2",
     "llama-cpp-python",
 )
-TIMEOUT_SECONDS = 300.0  # of one setup, with conversion and loading
+TIMEOUT_SECONDS = 300.0  # for one setup, with conversion and loading
 
 logger = logging.getLogger(__name__)
 

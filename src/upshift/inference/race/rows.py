@@ -16,7 +16,7 @@ from upshift.inference.registry import EngineSetup
 from upshift.record import Spread
 
 MAX_ROUNDS = 5  # repetitions over the sample
-ENOUGH_SECONDS = 3.0  # of rounds, for all batches together: no further round begins after them
+ENOUGH_SECONDS = 3.0  # for all batches together: no further round begins after this time
 
 Item = TypeVar("Item")
 

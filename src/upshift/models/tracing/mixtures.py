@@ -121,7 +121,7 @@ class _Routing:
         self._tolist = fake_tensor_class.tolist
         self._num_routed = 0  # pairs of a token and an expert, as the last topk chose them
         self._num_scored = 0  # experts from which it chose
-        self._num_experts = 0  # of the loop that runs
+        self._num_experts = 0  # experts of the loop that runs
         self._num_waiting = 0  # those that have not asked for their tokens yet
 
     def topk(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

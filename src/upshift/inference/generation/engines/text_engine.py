@@ -73,8 +73,8 @@ class TextEngine(Protocol):
     """An engine that takes whole requests."""
 
     weight_bytes: int  # read in every step
-    positions: int  # of a prompt with its answer
-    cache_tokens: int | None  # of all requests together; None: unknown
+    positions: int  # the most tokens of a prompt with its answer
+    cache_tokens: int | None  # the tokens that fit for all requests together; None: unknown
 
     @property
     def pids(self) -> list[int]:
@@ -118,7 +118,7 @@ class TextEngine(Protocol):
         ...
 
 
-Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # of processes, by their numbers; None: the process has ended
+Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # the number of a process, and its answer; None: the process has ended
 
 
 class EngineProcess:
@@ -233,7 +233,7 @@ class ProcessEngine:
             EngineProcess(self.name, python, worker, environment, self._answers, self._ended, number)
             for number, environment in enumerate(environments)
         ]
-        self._replicas: dict[int, int] = {}  # of the running requests
+        self._replicas: dict[int, int] = {}  # the replica of each running request
         self._extras: dict[str, dict[int, Any]] = {}  # by the kind of message, then by request, until its tokens come
         self._next_number = 1
         self._send_all({"start": dict(arguments), "adapters": list(adapters)})

@@ -32,7 +32,7 @@ from upshift.units import GIB
 
 DTYPE_OF_PRECISION = {precision: dtype for dtype, precision in DTYPES.items()}
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-CACHE_SHARE = 0.25  # of a CPU's free memory, for keys and values
+CACHE_SHARE = 0.25  # the share of a CPU's free memory that keys and values may take
 LEAST_GIB = 1  # vLLM takes whole GiB
 MIN_TEMPERATURE = 0.01  # vLLM raises a smaller one to it
 # The options of generation that vLLM has, beside the lengths and the seed.
