@@ -28,7 +28,7 @@ from upshift.units import MIB
 if TYPE_CHECKING:
     import torch
 
-SIDES = (8192, 4096, 2048, 1024, 512)  # of the square matrices; the largest that fits the memory and the time
+SIDES = (8192, 4096, 2048, 1024, 512)  # sides of the square matrices; the largest that fits the memory and the time
 BYTES_PER_ELEMENT = 20  # three matrices in fp32, and two before they are converted
 STREAM_BYTES = 1024 * MIB  # of one array
 SMALL_STREAM_BYTES = 64 * MIB

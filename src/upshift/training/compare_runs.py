@@ -60,7 +60,7 @@ class Comparison(Value):
     tolerance: float
     first_step: int | None = None  # the first whose losses differ by more than the tolerance
     first_checkpoint: int | None = None  # the first whose weights differ by more than the tolerance
-    tensors: tuple[Difference, ...] = ()  # of that checkpoint, the largest difference first
+    tensors: tuple[Difference, ...] = ()  # the tensors of that checkpoint, the largest difference first
     findings: tuple[Finding, ...]
 
 

@@ -31,7 +31,7 @@ class GenerationOptions(Value):
     max_new_tokens: int | None = Field(None, gt=0)  # None: nobody limits it; see ``new_tokens``
     max_length: int | None = Field(None, gt=0)  # tokens of prompt and answer together, unless max_new_tokens is set
     min_new_tokens: int = Field(0, ge=0)
-    min_length: int = Field(0, ge=0)  # tokens of prompt and answer; an encoder-decoder's prompt is its first token
+    min_length: int = Field(0, ge=0)  # of prompt and answer; behind an encoder, the decoder's first token is the prompt
     do_sample: bool = False
     temperature: float = Field(1.0, ge=MIN_DIVISOR)
     top_k: int = Field(50, ge=0)  # transformers' default for sampling; 0: all tokens

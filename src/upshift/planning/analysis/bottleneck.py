@@ -133,7 +133,7 @@ class Measured:
     profile: ModelProfile
     workload: Workload
     candidate: Candidate
-    seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
+    seconds: dict[str, float]  # the seconds of a step; the head is among the products and the elementwise work
 
     def scaled_seconds(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds that another plan's step would take, by kind."""

@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
     first: int
     last: int
-    num_layers: int  # of the model
+    num_layers: int  # the model's layers
     in_flight: InFlight = InFlight()
 
     @property

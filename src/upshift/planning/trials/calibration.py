@@ -43,7 +43,7 @@ from upshift.versions import installed_version
 
 FILE_NAME = "calibration.jsonl"
 FILES_WITHOUT_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that do not change a predicted number
-MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
+MAX_BYTES = 2**19  # the largest file, some 1,200 lines; then the newer half is kept
 TRANSFERRED_NUMBERS: tuple[Number, ...] = (
     "step",
     "held",

@@ -28,12 +28,12 @@ class Layout(Value):
     # With packing, a micro-batch is one row of up to micro_batch x sequence_length tokens. It has no padding, but it needs an
     # attention kernel whose work does not grow with the row.
     flatten: bool = False
-    pad_multiple: Count = 8  # of the widths of micro-batches; packed rows are sequence_length wide unless flattened
+    pad_multiple: Count = 8  # widths of micro-batches are multiples of it; packed rows are sequence_length wide unless flattened
     # False: no attention_mask for padding on the right. Causal attention ignores it, and its kernels are faster without.
     mask_padding: bool = True
     pads: bool = True  # False: padding changes the model's results, so a row is as wide as its text
     rows_together: RowsTogether = 1  # sequences that stay in one micro-batch; 2: sequences 2 i and 2 i + 1 are a pair
-    rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
+    rank: Annotated[int, Field(ge=0)] = 0  # the rank in the data-parallel group
     world_size: Count = 1
 
     @model_validator(mode="after")

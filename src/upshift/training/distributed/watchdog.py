@@ -43,7 +43,7 @@ class PendingCollective(Value):
     """A collective that a rank has begun and not ended."""
 
     name: str  # such as all_reduce
-    number: int  # of this rank's collectives in the group
+    number: int  # the number of this rank's collective in the group
     group: str
     bytes: int
     seconds: float

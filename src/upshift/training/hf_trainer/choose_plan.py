@@ -175,9 +175,9 @@ class PlanRequest:
     model: nn.Module
     sample: Sample
     split: Split
-    rows: RowBatch  # of the whole sample
+    rows: RowBatch  # the rows of the whole sample
     global_batch: int  # rows per optimizer step
-    accumulation: int  # of the collator's batches
+    accumulation: int  # how many of the collator's batches make a step
     total_steps: int
     fixed: tuple[str, ...]
     allow: tuple[str, ...]
@@ -185,7 +185,7 @@ class PlanRequest:
     device: str
     clips_gradients: bool
     memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
-    host: Host  # of all ranks
+    host: Host  # the devices of all ranks
     why_not: Callable[[Plan], str | None]  # returns why the model, or the Trainer, cannot run a plan
     keeps_batches: bool = False  # the script's code computes whole batches; ``sample`` and ``rows`` stand in for them
 

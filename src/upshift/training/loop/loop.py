@@ -83,7 +83,7 @@ class RunResult:
     resumed_step: int
     seconds: float
     waited_share: float  # of the steady steps' time: waiting for a core that another program used
-    cpu_seconds: float  # of this process in a steady step
+    cpu_seconds: float  # CPU time of this process in a steady step
     rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
     evaluation_rewards: tuple[RewardRow, ...] = ()
     reference_seconds: float = 0.0

@@ -103,10 +103,10 @@ class Batches:
 
     upcoming: Iterator[GlobalBatch]  # global batches of the run's first steps, in their order
     ahead: UpcomingSizes  # sizes of the run's steps
-    longest: GlobalBatch  # whose micro-batches hold most tokens
+    longest: GlobalBatch  # the global batch whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same for every plan, whose loss is compared
-    data_bytes: int = 0  # of the data that a whole run reads into memory; a trial reads little of it
+    data_bytes: int = 0  # what a whole run reads into memory; a trial reads little of it
     tokenizer: Any = None  # kept in memory as a run does, which saves it
     pad_token_id: int = 0
 

@@ -20,7 +20,7 @@ from upshift.settings import read_tensorflow_cluster, read_tpu_name
 class Devices:
     """Hold the devices of a run, and the reason for choosing them."""
 
-    strategy: Any | None  # of tf.distribute; None: one device
+    strategy: Any | None  # a strategy of tf.distribute; None: one device
     reason: str
     on_tpu: bool = False
 
