@@ -224,7 +224,8 @@ def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:
 
 
 def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
-    """Return the versions in an environment. Nothing is imported there. ``name``: what names the interpreter."""
+    """Return the versions in an environment. Nothing is imported there. ``name``: the option or the variable that names the
+    interpreter."""
     if not python.exists():
         raise RequestError(f"{name} {python} does not exist; give a Python interpreter, {EXAMPLE}")
     if python.is_dir():

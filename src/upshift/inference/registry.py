@@ -355,7 +355,7 @@ def check_engine(
     task: Task, name: str, source: ModelSource, host: Host, environment: EngineEnvironment | None = None
 ) -> EngineName:
     """Return the engine's name. Raise RequestError if it does not support the task, the machine or the model, or if it
-    is not installed. ``environment``: of an engine that has its own."""
+    is not installed. ``environment``: the environment of an engine that has its own."""
     device = _device(host)
     valid_names = [
         engine for engine, spec in ENGINES.items() if task in spec.factories and spec.factories[task].precisions_on(device)

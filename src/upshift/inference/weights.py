@@ -61,7 +61,7 @@ def stored_for(source: ModelSource) -> EngineName | None:
 def check_requested_engine(
     task: Task, source: ModelSource, engine: str | None, host: Host, environment: EngineEnvironment | None = None
 ) -> EngineName | None:
-    """Return the engine that the user requests, or None. ``environment``: of an engine that has its own.
+    """Return the engine that the user requests, or None. ``environment``: the environment of an engine that has its own.
 
     Raise RequestError if that engine cannot run, or if the weights are quantized for another engine, or for one that cannot
     run."""

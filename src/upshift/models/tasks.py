@@ -1,7 +1,7 @@
 """List what models are for, as transformers' own tables of classes say: the one table that every command asks.
 
 Each row joins a task of the Hub to the Auto class of its models, the class of its preprocessor, and the loss that Upshift trains.
-What a model reads and writes is said by its class, because models of one task differ: ``input_modalities`` names its inputs.
+The model's class says which inputs it reads and what it writes, because models of one task differ: see ``input_modalities``.
 """
 
 from __future__ import annotations

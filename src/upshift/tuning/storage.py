@@ -75,7 +75,8 @@ def database_url(storage: str) -> str:
 
 
 def _first_bytes(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file: none if it cannot be read. Who opens it then makes it, or says why it cannot."""
+    """Return the first bytes of a file: none if it cannot be read. The code that opens it later makes it, or says why it
+    cannot."""
     try:
         with path.open("rb") as file:
             return file.read(count)

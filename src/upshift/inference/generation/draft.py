@@ -27,7 +27,7 @@ GUESSED_TOKENS = 5  # transformers guesses up to 20 and adapts; the rate decides
 def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | None) -> ModelSource:
     """Return the source of a draft model. Raise RequestError if it cannot guess for the model of ``source``.
 
-    ``tokenizer``: of that model. ``engine``: the only engine to use."""
+    ``tokenizer``: the tokenizer of that model. ``engine``: the only engine to use."""
     if engine not in ENGINES:
         raise RequestError(f"--draft {model} is for --engine torch and --engine vllm, and --engine is {engine}; add one of them")
     if generation_task(source) != "generate":

@@ -53,7 +53,8 @@ def _add_tokens(sequence: GeneratedSequence, tokens: Sequence[int]) -> Iterator[
 def follow_texts(engine: TextEngine, prompts: Sequence[Sequence[int]], tokens: np.ndarray) -> np.ndarray:
     """Return the logits [T, N, V] fp32 of the engine while each text follows ``tokens`` [T, N].
 
-    The engine chooses its likeliest tokens. Where one differs from the token to follow, a new request begins after the latter."""
+    The engine chooses its likeliest tokens. If one differs from the token to follow, a new request begins after the token to
+    follow."""
     followed: list[list[np.ndarray]] = [[] for _ in prompts]
     count = len(tokens)
     while unfinished := [row for row in range(len(prompts)) if len(followed[row]) < count]:

@@ -54,9 +54,8 @@ class RacePolicy:
     def admit(self, setups: tuple[EngineSetup, ...], runs: Sequence[Run], forecast: Forecast) -> Admission:
         """Return which of one engine's setups run after ``runs``.
 
-        An engine with a process of its own runs only if its starts could pay off. Of an engine that compiles, only the setup
-        with the fastest forecast runs, and only if compiling pays off. If the user asks for the engine, all of its setups
-        run."""
+        An engine with a process of its own runs only if its starts could pay off. If an engine compiles, only its setup with the
+        fastest forecast runs, and only if compiling pays off. If the user asks for the engine, all of its setups run."""
         spec = ENGINES[setups[0].engine]
         if self.engine is None and spec.has_environment and not self._start_pays(setups[0], best_rate(runs, self.quality)):
             return Admission((), tuple(Skipped(setup=setup, reason="start") for setup in setups))

@@ -129,7 +129,7 @@ def _read_adapter(folder: Path) -> LoraConfig:
 def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
     """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes.
 
-    ``folder``: that of the adapter, whose head may have other labels than the config of the base model.
+    ``folder``: the adapter's folder. Its head may have other labels than the config of the base model.
     """
     config = source.hf_config
     class_name = (lora.auto_mapping or {}).get("base_model_class") or _auto_class_of(lora)

@@ -82,7 +82,7 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
 
 def roofline(candidate: Candidate, *, host: Host, profile: ModelProfile, workload: Workload) -> dict[str, float]:
-    """Return the seconds of a step by kind. ``candidate``: as the formulas predict it."""
+    """Return the seconds of a step by kind. ``candidate``: the plan as the formulas predict it."""
     by_kind = sum_by_kind(candidate.time.terms)
     head = head_seconds(host, profile, workload, candidate.plan)
     for kind, seconds in head.items():

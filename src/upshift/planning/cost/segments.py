@@ -7,8 +7,8 @@ intermediate results (Liger Kernel, arXiv 2410.10989; Transformer Engine). So be
 inputs and outputs of its matrix products, and the input of each norm. It keeps no fp32 copies, no rotated and unrotated queries,
 and no activation beside the gate. The sizes follow from the shapes of the weights:
 
-- A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. Of a square matrix
-  one side is kept.
+- A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. One side of a
+  square matrix is kept.
 - Sides of the hidden size are the outputs of norms, which are kept once for all matrices that read them, or they go into the
   residual sum.
 - If a token is sent to several experts, each expert keeps it, with its own copy of the norm's output.
@@ -17,7 +17,7 @@ and no activation beside the gate. The sizes follow from the shapes of the weigh
 
 A kernel between two products reads or writes each of these once in the forward pass. In the backward pass it reads them and
 writes their gradients. The residual sums add to this, and so do the copies of tokens for experts, which are sorted on their way.
-Where gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
+If gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
 fusion). Two things are ignored: the copies that a kernel makes to have its input contiguous, and keys of latent attention that
 are joined from two parts.
 """

@@ -203,7 +203,7 @@ class Calibration:
         return {key: tuple(sorted(ratios)) for key, ratios in ratios_by_kind.items()}
 
     def rerank(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
-        """Return the plans ranked by their corrected numbers. Which of them fit is decided again."""
+        """Return the plans ranked by their corrected numbers. Decide again which of them fit."""
         if not self.samples:
             return ranking
         corrected = Ranking(num_unseen=ranking.num_unseen)

@@ -170,7 +170,7 @@ class LocalShards:
 def shards_to_write(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> LocalShards:
     """Return the shards that this rank writes. All ranks call this function together.
 
-    Without an optimizer these are only weights. Of several ranks that have the same shard, the first one writes it.
+    Without an optimizer these are only weights. If several ranks have the same shard, the first one writes it.
     """
     local_shards = {
         "weights": local_weights(model),

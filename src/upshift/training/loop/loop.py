@@ -531,7 +531,8 @@ class TrainingLoop:
         return next((reason for reason in all_gather_objects(damage, self.plan) if reason is not None), None)
 
     def _numbers(self, best_evaluation: Evaluation | None) -> Numbers:
-        """Return the measured numbers. ``best_evaluation``: of the checkpoint that was loaded at the end, or None."""
+        """Return the measured numbers. ``best_evaluation``: the evaluation of the checkpoint that was loaded at the end, or
+        None."""
         tokens_per_second = self.meter.tokens_per_second
         flops_per_token = self.job.model_flops_per_token
         last_losses = self.progress.losses[-LOSS_STEPS:]

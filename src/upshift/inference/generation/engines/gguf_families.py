@@ -158,7 +158,7 @@ def _positions(config: Any) -> int:
 
 
 def describe(writer: Any, config: Any, family: Family) -> None:
-    """Write the sizes into ``writer``, a gguf.GGUFWriter. Of the vocabulary only the size is written."""
+    """Write the sizes into ``writer``, a gguf.GGUFWriter. Write the size of the vocabulary, and no words."""
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(_positions(config))

@@ -55,9 +55,10 @@ class ScoredToken(NamedTuple):
 class Progress(NamedTuple):
     """Hold what one step of an engine gave to a request.
 
-    ``logits``: [tokens, V] fp32, if the request wants them. ``scores``: of the tokens, if the request wants them.
-    ``prompt_scores``: of all tokens of the prompt but the first, which come before the first new token. ``cached_tokens``: of the
-    prompt, which the engine had computed before. ``refusal``: why the engine does not take the request."""
+    ``logits``: [tokens, V] fp32, if the request wants them. ``scores``: the scores of the tokens, if the request wants them.
+    ``prompt_scores``: the scores of all tokens of the prompt but the first. They come before the first new token.
+    ``cached_tokens``: the tokens of the prompt that the engine had computed before. ``refusal``: why the engine does not take
+    the request."""
 
     request: int
     tokens: Sequence[int]
@@ -124,8 +125,8 @@ Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # the number of a proc
 class EngineProcess:
     """A process that runs a worker script under another interpreter.
 
-    ``name``: of the engine, for messages. Its processes form a session, and end together. Its answers go into ``answers`` with
-    its ``number``. At its end it sets ``ended``."""
+    ``name``: the engine's name, for messages. Its processes form a session, and end together. Its answers go into ``answers``
+    with its ``number``. At its end it sets ``ended``."""
 
     def __init__(
         self,
