@@ -562,26 +562,34 @@ def test_every_module_says_what_it_is() -> None:
     refuse(broken, "no docstring at the top")
 
 
-NO_BEGINNING = ("Of", "What", "Whether", "Likewise", "As", "Where", "Which", "Whose", "How", "Who")
+NO_BEGINNING = ("Of", "What", "Whether", "Likewise", "As", "Where", "Which", "Whose", "How", "Who")  # of a docstring
+NO_SENTENCE = re.compile(r"[.:]\s+(Of|Whether|Which|Whose|Who)\s")  # begins in a docstring: two facts in one
 
 
 def riddles(file: Path) -> list[int]:
-    """Return the lines of docstrings that begin with neither a verb nor a noun, so that a reader must guess what is meant."""
+    """Return the lines of docstrings that begin with neither a verb nor a noun, or that pack two facts into a sentence, so that
+    a reader must guess what is meant."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     documented = [node for node in nodes(file) if isinstance(node, kinds)]
     texts = [(getattr(node, "lineno", 1), ast.get_docstring(node) or "") for node in documented]
-    return [line for line, text in texts if text and text.split()[0].rstrip(",.:;") in NO_BEGINNING]
+    return [
+        line for line, text in texts
+        if text and (text.split()[0].rstrip(",.:;") in NO_BEGINNING or NO_SENTENCE.search(text))
+    ]  # fmt: skip
 
 
 def test_docstrings_begin_with_what_is_done() -> None:
     broken = [at(file, line) for file in sources() for line in riddles(file)]
-    refuse(broken, f"a docstring begins with one of {', '.join(NO_BEGINNING)}")
+    refuse(broken, f"a docstring begins with one of {', '.join(NO_BEGINNING)}, or a sentence in it with Of, Which or Who")
 
 
 def test_a_riddle_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
-    file.write_text('"""Whether."""\n\ndef one():\n    """Of two."""\n\ndef two():\n    """Return two."""\n')
-    assert riddles(file) == [1, 3]
+    file.write_text(
+        '"""Whether."""\n\ndef one():\n    """Of two."""\n\ndef two():\n    """Return two."""\n\n'
+        'def three():\n    """Return three.\n\n    Of\n    four, one is left out."""\n'
+    )
+    assert riddles(file) == [1, 3, 9]
 
 
 def repository_files() -> list[Path]:
