@@ -11,6 +11,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.inference.computing_device import computing_host
 from upshift.inference.encoding.engines.base import check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
@@ -22,7 +23,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import Hint
 from upshift.inference.resumable_output import is_text, read_blocks
-from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
+from upshift.inference.weights import check_requested_engine, find_weights, stored_for
 from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 

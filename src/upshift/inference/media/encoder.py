@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from upshift.errors import RequestError
+from upshift.inference.computing_device import computing_host
 from upshift.inference.media.items import (
     FORMS,
     MODALITIES,
@@ -22,7 +23,7 @@ from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
-from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
+from upshift.inference.weights import check_requested_engine, find_weights, stored_for
 from upshift.models.config import label_names
 
 SAMPLE_ITEMS = 32  # items that a race runs on
