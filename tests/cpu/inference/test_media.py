@@ -20,7 +20,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.inference import image_files, registry
 from upshift.inference.media import items as media_items
 from upshift.inference.media.encoder import MediaEncoder
-from upshift.inference.media.items import MediaItem, read_sound
+from upshift.inference.media.files import MediaItem, read_sound
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.registry import EngineSetup
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import transformers.modeling_utils  # noqa: F401  import once for all engines
 
-from upshift.inference.media.items import MediaItem
+from upshift.inference.media.files import MediaItem
 from upshift.inference.media.model import MediaConfig
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.early_stopping import EarlyStopping, serve_race

@@ -9,7 +9,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
-from upshift.inference.media.items import (
+from upshift.inference.media.files import (
     FORMS,
     MODALITIES,
     MediaItem,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from upshift.errors import RequestError
-from upshift.inference.media.items import MODALITIES, MediaItem, Modality, read_image, read_sound
+from upshift.inference.media.files import MODALITIES, MediaItem, Modality, read_image, read_sound
 from upshift.inference.weights import stored_for
 from upshift.loading.load import load_source
 from upshift.models.build import find_architecture
