@@ -20,9 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
 from upshift.models.config import text_configs
-from upshift.models.hf_config import one_line
 from upshift.models.profile import Objective
 from upshift.models.tasks import FEATURES, TRAINED, ModelTask, find_task, names_in, tasks_of
+from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
 

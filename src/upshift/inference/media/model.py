@@ -17,6 +17,7 @@ from upshift.loading.load import load_source
 from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
 from upshift.models.tasks import FEATURES, inputs_of, tasks_of
+from upshift.text import one_line
 from upshift.value import Value
 
 Kind = Literal["features", "class scores", "pooled output"]
@@ -118,7 +119,7 @@ class MediaInputs:
             try:
                 self._processors[modality] = loader.from_pretrained(self.source.directory)
             except (OSError, ValueError, ImportError) as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error, limit=200)
                 raise RequestError(
                     f"{self.source.reference!r} has no {PROCESSORS[modality]} that loads ({reason}); save one beside the model"
                 ) from None

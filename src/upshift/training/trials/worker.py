@@ -34,6 +34,7 @@ from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
+from upshift.text import one_line
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch, without_pairs
 from upshift.training.batches.layout import layout_for
@@ -93,7 +94,7 @@ def main(path: Path, answer: SendResult) -> None:
         with limit:
             result = join_processes(request.plan, work, request)
     except Exception as error:  # of any kind: the trial's answer is that the plan does not run, and why
-        result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
+        result = TrialResult(failure=_name_and_message(error), out_of_memory=is_out_of_memory(error))
     answer(result.changed(wall_seconds=time.perf_counter() - start))
 
 
@@ -537,5 +538,5 @@ def _sample_by_size(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bo
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _name_and_message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
