@@ -1,4 +1,4 @@
-"""Answer a file of requests in the form of OpenAI's batches, without a web server, by the engine of one."""
+"""Answer a file of requests in the form of OpenAI's batches, with the engine of a server, and without a web server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchCounts(NamedTuple):
 
 
 def read_batch_file(path: Path) -> list[BatchLine]:
-    """Return the requests of a file. Raise RequestError for the first line that is none."""
+    """Return the requests of a file. Raise RequestError for the first line that is no request."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -46,7 +46,7 @@ def read_batch_file(path: Path) -> list[BatchLine]:
 def answer_batch_file(
     request: EngineRequest, name: str, prompts: Path, output: Path, on_progress: Callable[[int, int], None]
 ) -> BatchCounts:
-    """Write the answers to the requests of a file, in their order. Go on with those of an earlier, interrupted run.
+    """Write the answers to the requests of a file, in their order. Continue the answers of an earlier, interrupted run.
 
     ``name`` is the model that requests ask for. ``on_progress`` receives the answered and all requests. Requests that fail have
     their error as their answer."""

@@ -1,7 +1,7 @@
 """Read from a model's directory how texts are encoded: prompt, maximum length, kind of results, pooling, normalization.
 
-sentence-transformers directories define it in modules.json and the folders that it names. For classifiers of texts or tokens it
-follows from the architecture. For other encoders the result is the mean over the tokens."""
+sentence-transformers directories define it in modules.json and the folders that it names. For classifiers of texts or tokens the
+architecture says it. For other encoders the result is the mean over the tokens."""
 
 from __future__ import annotations
 
@@ -210,9 +210,8 @@ def read_pair_config(source: ModelSource) -> EncodingConfig:
 
 
 def _read_activation(source: ModelSource, folder: Path) -> str:
-    """Return the class of torch.nn that is applied to a cross-encoder's scores.
-
-    The model's files name it. Without a name, one label has a sigmoid, and several have their logits."""
+    """Return the name of the class of torch.nn that a cross-encoder applies to its scores. If the model's files name none, a
+    single label has a sigmoid, and several labels have their logits."""
     settings = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
     nested = source.config.get("sentence_transformers") or {}
     path = settings.get(ACTIVATION) or nested.get(ACTIVATION) or source.config.get(OLD_ACTIVATION)

@@ -33,8 +33,8 @@ BATCHES = (1, 4, 16)  # items
 class MediaEncoder:
     """Encode images and sounds with a model of transformers: CLIP, SigLIP, DINOv2, ViT, Whisper's encoder, wav2vec2 and others.
 
-    A row is what transformers gives for the item alone: the features of models that compare images or sounds with texts, which
-    take texts, too; the scores of a classifier; the pooled output of an encoder, or else the mean over its outputs. The first
+    A row is the result of transformers for the item alone. Models that compare images or sounds with texts give features, and
+    take texts, too. A classifier gives scores. An encoder gives its pooled output, or else the mean over its outputs. The first
     call races the installed engines on some of the items, or recalls the result of an earlier race.
 
     Args:

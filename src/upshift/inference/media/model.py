@@ -1,7 +1,8 @@
-"""Find what a model reads and gives, load it, and turn images, sounds and texts into its inputs by its own processors.
+"""Find which inputs a model reads and which rows it gives. Load it, and make its inputs from images, sounds and texts with its
+own processors.
 
-A row is what the model's own class says: the features of an image, a sound or a text where it has a method for them (CLIP,
-SigLIP, CLAP), the scores of a classifier, the pooled output of an encoder, or else the mean over its outputs."""
+The model's class decides the kind of row: the features of an image, a sound or a text if it has a method for them (CLIP, SigLIP,
+CLAP), the scores of a classifier, the pooled output of an encoder, or else the mean over its outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class MediaConfig(Value):
 
 
 def encodes_media(source: ModelSource) -> bool:
-    """Return whether a model reads no texts, or compares them with images or sounds, so that MediaEncoder takes its texts."""
+    """Return whether MediaEncoder computes a model: it reads no texts, or it compares texts with images or sounds."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
     names = inputs_of(model_class)
     has_methods = sum(hasattr(model_class, method) for method in METHODS.values()) > 1
@@ -42,7 +43,8 @@ def encodes_media(source: ModelSource) -> bool:
 
 
 def read_media_config(source: ModelSource) -> MediaConfig:
-    """Return what the model's class reads and gives. Raise RequestError if it encodes neither images nor sounds."""
+    """Return which inputs the model reads, and the kind of its rows. Raise RequestError if it encodes neither images nor
+    sounds."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
     names = inputs_of(model_class)
     modalities = tuple(modality for modality in MODALITIES if modality in names)

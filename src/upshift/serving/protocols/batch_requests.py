@@ -88,9 +88,9 @@ class BatchLine(NamedTuple):
 
 
 def read_batch_lines(content: bytes, endpoint: str | None) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests of a batch, and the problems of the lines that are none, in OpenAI's form.
+    """Return the requests of a batch, and the problems of the lines that are no requests, in OpenAI's form.
 
-    With ``endpoint``, all requests are for this address. With None, each is for one of those of ``Endpoint``."""
+    With ``endpoint``, all requests are for this address. With None, each is for an address of ``Endpoint``."""
     lines: list[BatchLine] = []
     problems: list[dict[str, Any]] = []
     known_ids: set[str] = set()
