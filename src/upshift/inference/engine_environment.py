@@ -101,9 +101,9 @@ def choose_environment(
     Raise RequestError if the user names an interpreter or arguments, and another engine. ``engine``: the only engine to use."""
     if engine in (None, "vllm"):
         return find_environment(None if python is None else Path(python), arguments)
-    given = "--engine-python" if python is not None else "--engine-set" if arguments else None
-    if given is not None:
-        raise RequestError(f"{given} is for --engine vllm, and --engine is {engine}; leave one of them out")
+    option_name = "--engine-python" if python is not None else "--engine-set" if arguments else None
+    if option_name is not None:
+        raise RequestError(f"{option_name} is for --engine vllm, and --engine is {engine}; leave one of them out")
     return None
 
 
@@ -235,10 +235,10 @@ def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
             [str(python), "-I", str(WORKER), "--describe"], capture_output=True, text=True, timeout=DESCRIBE_SECONDS, check=False
         )
         versions: Mapping[str, Any] = json.loads(answer.stdout)
-        found = versions["vllm"]
+        vllm_version = versions["vllm"]
     except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         raise RequestError(f"{name} {python} does not run as a Python interpreter; give one, {EXAMPLE}") from None
-    if found is None:
+    if vllm_version is None:
         raise RequestError(
             f"{name} {python} (Python {versions['python']}) has no vLLM; install it with upshift engines install "
             "vllm, or give the interpreter of another environment"

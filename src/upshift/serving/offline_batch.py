@@ -53,9 +53,9 @@ def answer_batch_file(
     lines = read_batch_file(prompts)
     other = next((line for line in lines if line.body.get("model") != name), None)
     if other is not None:
-        asked = other.body.get("model")
+        requested_model = other.body.get("model")
         raise RequestError(
-            f"{prompts}: the request {other.custom_id!r} asks for the model {asked!r}; write {name!r} in each line"
+            f"{prompts}: the request {other.custom_id!r} asks for the model {requested_model!r}; write {name!r} in each line"
         )
     identity = output_identity(prompts, find_model(request.model), request.to_json())
     with closing(UnfinishedLines(output, len(lines), identity)) as answers:
@@ -88,9 +88,9 @@ async def _answer_lines(
         while answers.done < len(lines):
             on_progress(answers.done, len(lines))
             block = lines[answers.done : answers.done + BLOCK_LINES]
-            found = await asyncio.gather(*map(answer, block))
-            failed += sum(reply.status != 200 for reply in found)
-            answers.add(format_result(line, reply.status, reply.body) for line, reply in zip(block, found, strict=True))
+            results = await asyncio.gather(*map(answer, block))
+            failed += sum(reply.status != 200 for reply in results)
+            answers.add(format_result(line, reply.status, reply.body) for line, reply in zip(block, results, strict=True))
         on_progress(answers.done, len(lines))
     finally:
         await pool.stop()

@@ -25,14 +25,14 @@ def generate_texts(engine: TextEngine, sequences: Sequence[GeneratedSequence]) -
     try:
         while live:
             for progress in engine.step():
-                found = live.get(progress.request)
-                if found is None:  # it ended on our side
+                running = live.get(progress.request)
+                if running is None:  # it ended on our side
                     continue
                 check_taken(progress)
-                yield from _add_tokens(found, progress.tokens)
-                if found.ending is not None:
+                yield from _add_tokens(running, progress.tokens)
+                if running.ending is not None:
                     del live[progress.request]
-                if found.ending == "stop":  # the engine does not know of it
+                if running.ending == "stop":  # the engine does not know of it
                     engine.abort([progress.request])
     except EngineEnded:
         raise

@@ -132,8 +132,8 @@ def _read_line(raw_line: bytes, endpoint: str | None, known_ids: set[str]) -> Ba
     url = document.get("url")
     allowed = get_args(Endpoint) if endpoint is None else (endpoint,)
     if document.get("method", "POST") != "POST" or url not in allowed:
-        asked = f"{document.get('method')} {url!r}"
-        raise RequestError(f"the line asks for {asked}, and the batch for POST {' or '.join(allowed)}")
+        address = f"{document.get('method')} {url!r}"
+        raise RequestError(f"the line asks for {address}, and the batch for POST {' or '.join(allowed)}")
     return BatchLine(custom_id, url, body)
 
 

@@ -241,9 +241,9 @@ class PlannedState:
     def check(self) -> None:
         """Raise RequestError for options beside a given plan, which would have no effect."""
         others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
-        given = [name for name, value in others.items() if value not in ((), None)]
-        if self.plan is not None and given:
-            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
+        useless = [name for name, value in others.items() if value not in ((), None)]
+        if self.plan is not None and useless:
+            raise RequestError(f"{useless[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
