@@ -627,6 +627,28 @@ def test_links_between_pages_lead_somewhere() -> None:
     refuse(broken, "a link leads nowhere")
 
 
+NAMED_FILE = re.compile(r"(?<![\w/.])(?:src|tests|benchmarks|docs|templates|examples)/[a-z0-9_/]+\.(?:py|md|jsonl)\b")
+HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/log_archive.md")  # they name files that there were
+
+
+def missing_files(file: Path) -> list[str]:
+    """Return the lines that name a file of the repository which does not exist."""
+    named = [(number, name) for number, line in enumerate(lines(file), start=1) for name in NAMED_FILE.findall(line)]
+    return [f"{number}: {name}" for number, name in named if not (ROOT / name).exists()]
+
+
+def test_named_files_exist() -> None:
+    pages = [file for file in repository_files() if file.suffix == ".md" and str(file.relative_to(ROOT)) not in HISTORY]
+    broken = [f"{file.relative_to(ROOT)}:{line}" for file in [*sources(), *pages] for line in missing_files(file)]
+    refuse(broken, "a text names a file that does not exist")
+
+
+def test_a_missing_file_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("# tests/light/test_house.py\n# see (tests/light/test_nothing.py), github.com/x/y/tests/other.py\n")
+    assert missing_files(file) == ["2: tests/light/test_nothing.py"]
+
+
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"])
 def test_the_house_has(name: str) -> None:
     assert (ROOT / name).is_file()
