@@ -23,7 +23,7 @@ def ran(engine: EngineName, rate: float, *, batch: int = 256, **fields: Any) -> 
 
 SOURCE = ModelSource(reference="m", directory=None, config={})
 ENTRANTS = RaceRequest(
-    contest=Contest(task="encode", source=SOURCE, task_options="", pad=0, batches=(256, 512), hint="latency"),
+    contest=Contest(task="encode", source=SOURCE, asked="", pad=0, batches=(256, 512), hint="latency"),
     setups=(), sample=Path("s"), reference=Path("r"),
 )  # fmt: skip
 

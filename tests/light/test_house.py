@@ -182,6 +182,34 @@ def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
     return None
 
 
+@cache
+def names_of(module: str) -> set[str]:
+    """The names that a module defines, imports or assigns."""
+    names: set[str] = set()
+    for node in nodes(modules()[module]):
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def unknown_imports(file: Path) -> list[str]:
+    """Return the lines that import from upshift what it does not have. A module with ``__getattr__`` may have any name."""
+    unknown = []
+    for node in nodes(file):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("upshift"):
+            continue
+        module = str(node.module)
+        for alias in node.names:
+            is_module = f"{module}.{alias.name}" in modules()
+            if module not in modules() or not (is_module or {alias.name, "__getattr__"} & names_of(module)):
+                unknown.append(f"{node.lineno} {module} has no {alias.name}")
+    return unknown
+
+
 def functions(file: Path) -> Iterator[Function]:
     return (node for node in nodes(file) if isinstance(node, Function))
 
@@ -189,6 +217,19 @@ def functions(file: Path) -> Iterator[Function]:
 def refuse(broken: list[str], rule: str) -> None:
     if broken:
         pytest.fail(f"{rule}:\n  " + "\n  ".join(broken), pytrace=False)
+
+
+def test_imported_names_exist() -> None:
+    """mypy sees this in src alone."""
+    folders = ("tests", "benchmarks", "templates", "examples")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    refuse([f"{file.relative_to(ROOT)}:{line}" for file in files for line in unknown_imports(file)], "an import that fails")
+
+
+def test_an_unknown_import_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("from upshift.units import GIB, Nothing\nfrom upshift.nowhere import gib\nfrom upshift import plan\n")
+    assert unknown_imports(file) == ["1 upshift.units has no Nothing", "2 upshift.nowhere has no gib"]
 
 
 def test_every_file_has_a_floor() -> None:

@@ -37,7 +37,7 @@ def request_in(folder: Path, *setups: EngineSetup) -> RaceRequest:
     if not weights.exists():  # a later change would make them other weights
         weights.touch()
     source = ModelSource(reference="m", directory=folder, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, task_options="{}", pad=0, batches=(1,), hint="throughput")
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="throughput")
     return RaceRequest(contest=contest, setups=setups, sample=folder / "sample.json", reference=folder / "reference.npy")
 
 

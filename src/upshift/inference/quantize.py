@@ -249,7 +249,7 @@ def _compare(
         contest = Contest(
             task=rounding.task,
             source=model,
-            task_options=rounding.task_options,
+            asked=rounding.task_options,
             pad=rounding.pad,
             batches=(rounding.batch,),
             hint="latency",

@@ -353,7 +353,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, task_options="{}", pad=0, batches=(1,), hint="latency")
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
     entrants = RaceRequest(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
     with fork_server("of_a_test.contest") as server:
         first, second, third = race_module.stream_runs(server, entrants)
@@ -380,7 +380,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, task_options="{}", pad=0, batches=(1, 2, 4), hint="latency")
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1, 2, 4), hint="latency")
 
     def chosen(quality: Quality, **limits: float) -> tuple[bool, str, int]:
         forecast = lambda: lambda setup: {"fp32": 7.0}.get(setup.precision, 5.0)  # noqa: E731
@@ -417,7 +417,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, task_options="{}", pad=0, batches=(256, 512), hint="throughput")
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256, 512), hint="throughput")
 
     def race(amount: float, quality: Quality = "exact") -> Race:
         policy = RacePolicy(quality, Limits(), amount)
@@ -447,7 +447,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
-    contest = Contest(task="generate", source=source, task_options="{}", pad=0, batches=(1,), hint="latency")
+    contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
 
     def raced(amount: float, engine: EngineName | None = None) -> tuple[Race, bool, EngineName]:
         forecast = lambda: lambda setup: 2.0 if setup.engine == "torch-compiled" else 1.0  # noqa: E731
@@ -507,7 +507,7 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     made.append(made[0].changed(engine="llamacpp"))
     monkeypatch.setattr(race_module, "contestants", lambda *asked, **more: made)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "llama"})
-    contest = Contest(task="generate", source=source, task_options="{}", pad=0, batches=(1,), hint="latency")
+    contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
 
     def raced(quality: Quality, seconds: float | None = None, **limits: float) -> Race:
         policy = RacePolicy(quality, Limits(**limits), 1.0, seconds=seconds)
@@ -556,7 +556,7 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
     monkeypatch.setattr(rows_module, "time", clock)
     (tmp_path / "sample.json").write_text(json.dumps([[1, 2]] * 40))
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, task_options=EMBEDDINGS.to_json(), pad=0, batches=(64,), hint="throughput")
+    contest = Contest(task="encode", source=source, asked=EMBEDDINGS.to_json(), pad=0, batches=(64,), hint="throughput")
     other = Run(
         setup=some.changed(engine="torch"), per_second=40 / 0.05, seconds=Spread.of([0.05]), largest_difference=0.0,
         worst_cosine=1.0,

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def request_of(model: str, folder: Path, **task: Any) -> RaceRequest:
     asked = GenerationTask(new_tokens=4, **task).to_json()
-    contest = Contest(task="generate", source=find_weights(model), task_options=asked, pad=0, batches=(1,), hint="latency")
+    contest = Contest(task="generate", source=find_weights(model), asked=asked, pad=0, batches=(1,), hint="latency")
     request = RaceRequest(contest=contest, setups=(SETUP,), sample=folder / "sample.json", reference=folder / "reference.npy")
     request.sample.write_text(json.dumps(ids_of(PROMPTS, model)))
     return request

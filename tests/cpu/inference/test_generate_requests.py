@@ -254,7 +254,7 @@ def test_a_race_follows_as_many_tokens_as_there_are_positions(
 ) -> None:
     model = save(tmp_path, GPT2Config(vocab_size=260, n_embd=32, n_layer=1, n_head=2, n_positions=32))
     contest = asked(monkeypatch, upshift.Generator(model), ["a" * 19], new_tokens)
-    assert GenerationTask.from_json(contest.task_options).new_tokens == raced
+    assert GenerationTask.from_json(contest.asked).new_tokens == raced
 
 
 @pytest.mark.parametrize(

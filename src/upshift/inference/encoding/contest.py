@@ -23,7 +23,7 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     """Return the runs of one setup, one for each batch, up to the batch with which it is stopped."""
     contest = request.contest
     sample: list[list[int]] = json.loads(request.sample.read_text())
-    config = EncodingConfig.from_json(contest.task_options, origin="the race")
+    config = EncodingConfig.from_json(contest.asked, origin="the race")
 
     def load() -> Encoding:
         return Encoding(contest.source, config, setup, sample, pad=contest.pad)

@@ -126,8 +126,7 @@ class RacedModel(ABC):
         batches = self._race_batches()
         is_wide = self.config.output == "sparse vectors"  # rows of the vocabulary's size: more texts would fill the memory
         sample = self._sample(take, total, 0 if self.limits or is_wide else SAMPLE_BATCHES * batches[-1])
-        task_options = self.config.to_json()
-        contest = Contest(task="encode", source=self.source, task_options=task_options, pad=pad, batches=batches, hint=hint)
+        contest = Contest(task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint)
         forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
         policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
         self.race = race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)

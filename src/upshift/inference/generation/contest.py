@@ -67,7 +67,7 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     """Return the runs of one setup, one for each batch, or one run if the setup cannot win."""
     contest = request.contest
     sample = json.loads(request.sample.read_text())
-    task = GenerationTask.from_json(contest.task_options, origin="the race")
+    task = GenerationTask.from_json(contest.asked, origin="the race")
     followed_tokens = min(task.new_tokens, FOLLOWED_TOKENS)
     if setup.environment is not None:
         return _run_text_engine(request, setup, early_stopping, sample, task)

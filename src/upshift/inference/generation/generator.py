@@ -275,7 +275,7 @@ class Generator:
         contest = Contest(
             task=self.task,
             source=self.source,
-            task_options=task.to_json(),
+            asked=task.to_json(),
             pad=0,
             batches=self._batches(len(sample), self._max_rows(ids, options)),
             hint="latency",

@@ -21,7 +21,7 @@ def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlySto
     """Return the runs of one setup, one for each batch, up to the batch with which it is stopped."""
     contest = request.contest
     sample = [MediaItem(*item) for item in json.loads(request.sample.read_text())]
-    config = MediaConfig.from_json(contest.task_options, origin="the race")
+    config = MediaConfig.from_json(contest.asked, origin="the race")
 
     def load() -> MediaEncoding:
         return MediaEncoding(contest.source, config, setup)

@@ -107,7 +107,7 @@ class MediaEncoder:
             contest = Contest(
                 task="media",
                 source=self.source,
-                task_options=self.config.to_json(),
+                asked=self.config.to_json(),
                 pad=0,
                 batches=BATCHES,
                 hint="throughput",

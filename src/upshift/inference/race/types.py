@@ -73,7 +73,7 @@ class Contest(Value):
 
     task: Task
     source: ModelSource
-    task_options: str  # as JSON
+    asked: str  # the options of the task, as JSON; a part of the key of a race that is kept
     pad: int
     batches: tuple[int, ...]  # every setup tries each of them
     hint: Hint
