@@ -330,7 +330,7 @@ def examine_topology(gpus: Gpus) -> Iterator[Finding]:
     for pair in gpus.pairs:
         level = _link_level(pair)
         if level is not None:
-            levels[frozenset((pair.first, pair.second))] = level
+            levels[frozenset((pair.one, pair.other))] = level
     if not levels or len(levels) < len(gpus.pairs):
         if gpus.pairs:
             yield unknown("topology", what="the driver does not say how all GPUs are connected", evidence="NVML")

@@ -255,8 +255,8 @@ class GpuState(Value):
 class GpuPair(Value):
     """Describe how two GPUs are connected. ``level``: NVML's nvmlGpuTopologyLevel_t (10: one switch ... 50: across sockets)."""
 
-    first: int
-    second: int
+    one: int
+    other: int
     level: int | None
     nvlink: bool | None
 
@@ -342,7 +342,7 @@ def _retired(get: Any) -> int | None:
 def _pair(nvml: Any, handles: list[Any], first: int, second: int) -> GpuPair:
     status = query(nvml, "nvmlDeviceGetP2PStatus", handles[first], handles[second], P2P_NVLINK)
     level = query(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
-    return GpuPair(first=first, second=second, level=level, nvlink=None if status is None else status == 0)
+    return GpuPair(one=first, other=second, level=level, nvlink=None if status is None else status == 0)
 
 
 def _watts(milliwatts: int | None) -> float | None:
