@@ -158,9 +158,9 @@ def command(
     _generate_file(generator, prompts, output, generation, as_json=as_json)
 
 
-def _check_batch_options(values: Mapping[str, Any]) -> None:
+def _check_batch_options(given: Mapping[str, Any]) -> None:
     """Raise RequestError for an option that the requests of a batch have themselves, or that a server's engine has not."""
-    for option_name, value in values.items():
+    for option_name, value in given.items():
         if value is not None and value is not False and value != []:
             raise RequestError(
                 f"{option_name} is not possible with --format {BATCH_FORM}, whose requests have their own options; leave it out"

@@ -193,7 +193,7 @@ def _check_serves(launcher: str, options: Mapping[str, str], nodes: str | None) 
 
 
 def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hours: float | None, partition: str | None) -> str:
-    """Return the file that starts servers. ``words``: the command after --. ``fields``: the fields of the ServerJob."""
+    """Return the file that starts servers. ``words``: the command after --. ``fields``: of the ServerJob."""
     options = serve_command.parse(words[1:])  # a wrong option would stop the server only when it starts
     engine_settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
     num_devices = read_arguments(engine_settings).ranks * (options["replicas"] or 1)

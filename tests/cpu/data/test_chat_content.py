@@ -24,7 +24,7 @@ from transformers import ByT5Tokenizer
 
 from upshift.training.data import data_files
 from upshift.training.data.chat_template import TemplateWriter
-from upshift.training.data.chat_turns import num_shared
+from upshift.training.data.chat_places import num_shared
 from upshift.training.data.corpus import IGNORED
 
 USER = {"role": "user", "content": "which road"}

@@ -20,14 +20,14 @@ from upshift.inference.weights import engine_folder, find_weights
 from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource
 
-ENGINES = ("torch", "vllm")  # the engines that check another model's guesses
+ENGINES = ("torch", "vllm")  # that check guesses of a model
 GUESSED_TOKENS = 5  # transformers guesses up to 20 and adapts; the rate decides here whether to guess at all
 
 
 def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | None) -> ModelSource:
     """Return the source of a draft model. Raise RequestError if it cannot guess for the model of ``source``.
 
-    ``tokenizer``: the tokenizer of that model. ``engine``: the only engine to use."""
+    ``tokenizer``: of that model. ``engine``: the only engine to use."""
     if engine not in ENGINES:
         raise RequestError(f"--draft {model} is for --engine torch and --engine vllm, and --engine is {engine}; add one of them")
     if generation_task(source) != "generate":
