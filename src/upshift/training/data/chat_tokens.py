@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
+from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
-from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
