@@ -108,6 +108,7 @@ class Server:
         return await self._generate(request, "/v1/completions")
 
     async def respond(self, request: ResponsesRequest) -> Response:
+        self._check_model(request.model)
         earlier: list[dict[str, Any]] = []
         if request.previous_response_id is not None:
             earlier = self._find_response(request.previous_response_id).messages

@@ -55,6 +55,7 @@ class EngineRequest(Value):
     allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
+    is_restart: bool = Field(False, description="the engine was ready before: adapters that are gone do not stop it")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
 
@@ -174,6 +175,7 @@ class Ready(Value):
     cache_tokens: int | None = Field(description="capacity of the cache for all sequences together; None: unknown")
     positions: int | None = Field(description="maximum tokens of a prompt with its answer")
     resident_bytes: int
+    lost_adapters: dict[str, str] = Field({}, description="why adapters were not loaded again after a restart, by their names")
     seconds: dict[str, float]
     predicted_capacity: float | None = None
     capacity: float | None = None

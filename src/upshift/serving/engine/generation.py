@@ -28,6 +28,7 @@ from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
+from upshift.serving.adapter_files import keep_adapters
 from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
 from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
@@ -124,7 +125,8 @@ class GenerationWorker:
     """The generator of an engine's process, with its scheduler and the open requests."""
 
     def __init__(self, request: EngineRequest) -> None:
-        self.request = request
+        adapters, self._lost_adapters = keep_adapters(request.adapters) if request.is_restart else (request.adapters, {})
+        self.request = request = request.changed(adapters=adapters)
         start = time.perf_counter()
         memory = read_max_memory(list(request.max_memory) or None)
         self.generator = Generator(
@@ -188,6 +190,7 @@ class GenerationWorker:
             cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest,
             resident_bytes=self._resident_bytes(),
+            lost_adapters=self._lost_adapters,
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),
             capacity=rows / batch_seconds,
@@ -279,7 +282,7 @@ class GenerationWorker:
                 raise RequestError("this server takes no adapters; start it with --adapter-folder")
             if isinstance(order, LoadAdapter):
                 self._adapters.load(order.name, Path(order.folder))
-            else:
+            elif self._lost_adapters.pop(order.name, None) is None:
                 self._adapters.unload(order.name)
         except Exception as error:  # from the files of the adapter
             return Refused.from_error(order.id, error)
@@ -321,6 +324,8 @@ class GenerationWorker:
         """Return the key of an adapter. Raise RequestError for an unknown name."""
         if name is None:
             return None
+        if name in self._lost_adapters:
+            raise RequestError(f"the adapter {name!r} was lost when the engine restarted: {self._lost_adapters[name]}")
         if self.generator.text_engine is not None and name in self.request.adapters:
             return self.request.adapters[name]
         if self._adapters is None:
