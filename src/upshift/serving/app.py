@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -470,7 +471,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
             await batches.stop()
         await server.pool.stop()
 
-    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_addresses(app, server, batches)
 
     @app.get("/metrics")
@@ -478,9 +479,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         server.pool.update_gauges()
         return Response(server.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/", include_in_schema=False)
-    def page() -> HTMLResponse:
-        return HTMLResponse((files("upshift.serving") / "chat.html").read_text(encoding="utf-8"))
+    for path, name in (("/", "chat.html"), ("/docs", "docs.html")):
+        app.get(path, include_in_schema=False)(partial(_read_page, name))
 
     for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
@@ -497,6 +497,11 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     if site.root_path:
         app.add_middleware(RootPath, prefix=site.root_path)
     return app
+
+
+def _read_page(name: str) -> HTMLResponse:
+    """Return a page of the package. It loads nothing from other sites, so that it works without a network."""
+    return HTMLResponse((files("upshift.serving") / name).read_text(encoding="utf-8"))
 
 
 def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> None:

@@ -175,6 +175,7 @@ class Ready(Value):
     cache_tokens: int | None = Field(description="capacity of the cache for all sequences together; None: unknown")
     positions: int | None = Field(description="maximum tokens of a prompt with its answer")
     resident_bytes: int
+    chats: bool = Field(True, description="whether the model has a chat template")
     lost_adapters: dict[str, str] = Field({}, description="why adapters were not loaded again after a restart, by their names")
     seconds: dict[str, float]
     predicted_capacity: float | None = None

@@ -154,6 +154,7 @@ class StructuredOutputs(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="not OpenAI's; with include_usage: each event has the counts so far")
     include_obfuscation: bool = Field(False, description="false: nothing is added to answers")
 
 
@@ -210,6 +211,8 @@ class SamplingRequest(RequestBody):
             raise RequestError("structured_outputs is empty; give one of json, json_object, regex, choice and grammar")
         if len(names) > 1:
             raise RequestError(f"{' and '.join(names)} are several forms for one answer; give one of them")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for streams; set stream to true, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible in a stream; leave out one of them")
 

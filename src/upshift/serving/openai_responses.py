@@ -179,7 +179,10 @@ class Answer:
             content = {"text": piece.text}
         logprobs = self._format_logprobs(index, piece.scores)
         body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
-        return _format_event(self._head(self._chunk_kind) | {"choices": [body]})
+        options = self.request.stream_options
+        is_counted = options is not None and options.include_usage and options.continuous_usage_stats
+        counts = {"usage": self.usage.model_dump()} if is_counted else {}
+        return _format_event(self._head(self._chunk_kind) | {"choices": [body]} | counts)
 
     def last_events(self) -> bytes:
         """Return the events after the last piece: the token counts, if the request asks for them, and the end mark."""

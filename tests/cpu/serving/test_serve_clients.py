@@ -89,11 +89,27 @@ def test_null_is_the_same_as_nothing(path: str, body: dict[str, Any], kind: Any)
 
 def test_null_inside_of_objects() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "strict": None, "description": None, "schema": {"const": None}}}
-    body = CHAT | {"response_format": form, "stream_options": {"include_usage": None}}
+    body = CHAT | {"response_format": form, "stream": True, "stream_options": {"include_usage": None}}
     engine = Recording()
     (answer,) = posted(app_of(engine)[0], body, path="/v1/chat/completions")
     assert answer.status_code == 200, answer.text
     assert json.loads(engine.requests[0].json_schema or "") == {"const": None}, "a schema is the user's own"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_the_counts_of_a_stream(path: str, body: dict[str, Any]) -> None:
+    """At its end, in each event as vLLM's clients want, or not at all; and never without a stream."""
+
+    def counts(options: Any) -> list[int | None]:
+        answer = posted(app_of(Recording(3))[0], body | {"stream": True, "stream_options": options}, path=path)[0]
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [event["usage"]["completion_tokens"] if "usage" in event else None for event in events]
+
+    assert counts({}) == counts({"continuous_usage_stats": True}) == [None] * 3
+    assert counts({"include_usage": True}) == [None, None, None, 3]
+    assert counts({"include_usage": True, "continuous_usage_stats": True}) == [1, 2, 3, 3]
+    refused = called("POST", path, json=body | {"stream_options": {"include_usage": True}})
+    assert refused.status_code == 400 and "set stream to true" in refused.text
 
 
 def test_an_answer_can_be_sent_back() -> None:

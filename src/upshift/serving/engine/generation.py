@@ -190,6 +190,7 @@ class GenerationWorker:
             cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest,
             resident_bytes=self._resident_bytes(),
+            chats=bool(self.generator.prompts.tokenizer.chat_template),
             lost_adapters=self._lost_adapters,
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),
