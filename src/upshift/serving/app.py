@@ -38,9 +38,8 @@ from upshift.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    Usage,
 )
-from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_prompt, error_event, merge_choices
+from upshift.serving.openai_responses import Answer, Choice, TextRequest, Usage, add_prompt, error_event, merge_choices
 from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
@@ -377,8 +376,10 @@ class Server:
 
     async def _echoed_text(self, engine: ReplicaSet, request: TextRequest, prompt: Any) -> str:
         """Return the text of a prompt if the answer begins with it, or an empty text."""
-        if not isinstance(request, CompletionRequest) or not request.echo:
+        if not request.echo:
             return ""
+        if isinstance(request, ChatRequest):
+            return str(prompt[-1]["content"])
         return prompt if isinstance(prompt, str) else await engine.text(Detokenize(tokens=prompt))
 
     def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from upshift.errors import RequestError
 from upshift.value import Value
 
+PromptEnding = Literal["answer", "nothing", "open"]  # of a chat: an answer begins, nothing follows, or the last message goes on
 Task = Literal["generate", "encode", "score"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
 Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids, or the messages of a chat
@@ -66,6 +67,7 @@ class TemplateOptions(Value):
     variables: str = "{}"
     effort: str | None = Field(None, description="of reasoning")
     thinking: bool | None = Field(None, description="whether to reason; None: as the template does by itself")
+    ending: PromptEnding = "answer"
 
 
 class Generate(Value):
@@ -115,9 +117,7 @@ class Embed(Value):
 
 
 class Tokenize(Value):
-    """A request for the token ids of a prompt. ``template``, ``tools`` and ``is_answered`` are for a chat.
-
-    With ``is_answered``, the template does not begin an answer after the last message."""
+    """A request for the token ids of a prompt. ``template`` and ``tools`` are for a chat."""
 
     kind: Literal["tokenize"] = "tokenize"
     id: int = 0  # the engine numbers them
@@ -125,7 +125,6 @@ class Tokenize(Value):
     add_special_tokens: bool = True
     tools: str | None = None
     template: TemplateOptions = TemplateOptions()
-    is_answered: bool = False
     with_texts: bool = Field(False, description="whether the reply has the texts of the tokens, too")
 
 

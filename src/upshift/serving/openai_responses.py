@@ -12,14 +12,46 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Field
+
 from upshift.serving.messages import Piece, TokenScore, ToolCall
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, Usage
+from upshift.serving.openai_requests import ChatRequest, CompletionRequest
 
 TextRequest = ChatRequest | CompletionRequest
 ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefix of ids, and the name of the object
     ChatRequest: ("chatcmpl", "chat.completion"),
     CompletionRequest: ("cmpl", "text_completion"),
 }
+
+
+class PromptTokens(BaseModel):
+    cached_tokens: int = Field(0, description="that were computed for an earlier request")
+
+
+class CompletionTokens(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    prompt_tokens_details: PromptTokens = PromptTokens()
+    completion_tokens: int = 0
+    completion_tokens_details: CompletionTokens = CompletionTokens()
+    total_tokens: int
+
+    @classmethod
+    def from_pieces(cls, prompts: list[Piece], completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
+        """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
+        ``completion_tokens`` counts the tokens of all choices, and ``reasoning_tokens`` those of them in reasoning."""
+        prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
+        cached_tokens = sum(piece.cached_tokens for piece in prompts)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
+            completion_tokens=completion_tokens,
+            completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
+            total_tokens=prompt_tokens + completion_tokens,
+        )
 
 
 class Choice(NamedTuple):
@@ -64,10 +96,10 @@ async def merge_choices(choices: list[AsyncIterator[Piece]], seconds: float) -> 
 
 
 async def add_prompt(pieces: Any, request: TextRequest, prompt: str) -> AsyncGenerator[Piece]:
-    """Yield the pieces of a text as the client wants them: with the prompt before it (``echo``), or without any answer.
+    """Yield the pieces of a text as the client wants them: after its ``prompt`` (``echo``), or without any answer.
 
     The log-probabilities of the prompt come with the first piece of the answer."""
-    echoes = isinstance(request, CompletionRequest) and request.echo
+    echoes = request.echo
     is_prompt_only = isinstance(request, CompletionRequest) and request.max_tokens == 0
     prompt_scores: list[TokenScore] = []
     is_first = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import ssl
 import subprocess
@@ -110,6 +111,20 @@ def test_the_counts_of_a_stream(path: str, body: dict[str, Any]) -> None:
     assert counts({"include_usage": True, "continuous_usage_stats": True}) == [1, 2, 3, 3]
     refused = called("POST", path, json=body | {"stream_options": {"include_usage": True}})
     assert refused.status_code == 400 and "set stream to true" in refused.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_goes_on(stream: bool) -> None:
+    """With echo it begins with the message that it goes on with."""
+    engine = Recording(2)
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": "so"}]}]
+    asked = {"model": "m", "messages": turns, "stream": stream, "continue_final_message": True, "add_generation_prompt": False}
+    bodies = [asked, asked | {"echo": True}, asked | {"add_generation_prompt": True}, CHAT | {"echo": True}]
+    answers = posted(app_of(engine)[0], *bodies, path="/v1/chat/completions")
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
+    assert [request.template.ending for request in engine.requests] == ["open", "open"]
+    texts = [re.sub(r'.*?"content":"(.*?)"|.+', r"\1", answer.text.replace("\n", "")) for answer in answers[:2]]
+    assert texts == ["yesyes", "soyesyes"]
 
 
 def test_an_answer_can_be_sent_back() -> None:

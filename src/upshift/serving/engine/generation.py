@@ -291,7 +291,7 @@ class GenerationWorker:
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         chat: Any = request.prompt
-        return self._read_chat(chat, request.tools, request.template, is_answered=request.is_answered)
+        return self._read_chat(chat, request.tools, request.template)
 
     def take(self, message: Generate | Cancel) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
@@ -468,10 +468,8 @@ class GenerationWorker:
             return self.generator.prompts.tokenize([prompt])[0]
         return self._read_chat(prompt, request.tools, request.template)
 
-    def _read_chat(
-        self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions, *, is_answered: bool = False
-    ) -> list[int]:
-        """Return the token ids of a chat. ``is_answered`` says that no answer follows the last message."""
+    def _read_chat(self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions) -> list[int]:
+        """Return the token ids of a chat."""
         if not self.generator.prompts.tokenizer.chat_template:
             raise RequestError("the model has no chat template; give a text to /v1/completions")
         form = self._reasoning_form
@@ -481,9 +479,9 @@ class GenerationWorker:
 
         def read(chat: list[dict[str, Any]]) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not uses_tools and not variables and not is_answered:
+            if tools is None and not uses_tools and not variables and template.ending == "answer":
                 return self.generator.prompts.tokenize([chat])[0]
-            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
 
         return read(messages) if self.request.allow_special else read_as_text(messages, tokenizer, read)
 
