@@ -96,6 +96,7 @@ class Generate(Value):
     lark: str | None = Field(None, description="a grammar of llguidance that the answer must match")
     template: TemplateOptions = TemplateOptions()
     reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
+    with_token_ids: bool = Field(False, description="whether the pieces have the token ids of the prompt and of the answer")
 
 
 class Embed(Value):
@@ -238,6 +239,8 @@ class Piece(Value):
     prompt_tokens: int
     cached_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] = Field((), description="of the tokens in this piece, if the request asks for them")
+    prompt_ids: tuple[int, ...] = Field((), description="of the whole prompt, on the first piece, likewise")
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
@@ -250,7 +253,7 @@ class Piece(Value):
     @property
     def is_empty(self) -> bool:
         """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
-        return not (self.text or self.reasoning or self.calls or self.scores or self.ending)
+        return not (self.text or self.reasoning or self.calls or self.scores or self.token_ids or self.ending)
 
 
 class Vector(Value):

@@ -185,6 +185,7 @@ class SamplingRequest(RequestBody):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = Field(
         [], description="not OpenAI's; further tokens that end the text"
     )
+    return_token_ids: bool = Field(False, description="not OpenAI's; the answer has the token ids of the prompt and of the text")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST, description="not OpenAI's; likeliest tokens of the prompt")
     structured_outputs: StructuredOutputs | None = Field(None, description="not OpenAI's; the form of the answer")
     guided_json: dict[str, Any] | str | None = Field(None, description="the older name of structured_outputs.json")
@@ -271,6 +272,7 @@ class SamplingRequest(RequestBody):
             lark=self._form("grammar"),
             top=self.top_count,
             prompt_top=self.prompt_top,
+            with_token_ids=self.return_token_ids,
         )
 
     def _options(self, seed: int) -> dict[str, Any]:

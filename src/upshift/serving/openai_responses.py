@@ -136,6 +136,8 @@ class Answer:
         self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
         self._prompt_scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._prompt_ids: dict[int, list[int]] = {}
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def add(self, choice: Choice) -> list[dict[str, Any]]:
@@ -147,6 +149,9 @@ class Answer:
         self._last_pieces[index] = piece
         self._token_counts[index] = self._token_counts.get(index, 0) + piece.tokens
         self._prompt_scores[index] += piece.prompt_scores
+        self._token_ids[index] += piece.token_ids
+        if piece.prompt_ids:
+            self._prompt_ids[index] = list(piece.prompt_ids)
         for score in piece.scores:
             self._scores[index].append(score)
             self._offsets[index].add(score)
@@ -169,9 +174,19 @@ class Answer:
             content: dict[str, Any] = {"message": self._message(index, text)} if is_chat else {"text": text}
             logprobs = self._format_logprobs(index, self._scores[index])
             body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
-            choices.append(body if is_chat else body | self._format_prompt_logprobs(index))
-        prompt_logprobs = self._format_prompt_logprobs(0) if is_chat else {}
-        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump(), **prompt_logprobs}
+            body |= self._format_token_ids(self._token_ids[index])
+            choices.append(body if is_chat else body | self._format_prompt(index))
+        prompt = self._format_prompt(0) if is_chat else {}
+        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump(), **prompt}
+
+    def _format_token_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Return vLLM's field with the token ids of a text, or nothing if nobody asks for them."""
+        return {"token_ids": list(ids)} if self.request.return_token_ids else {}
+
+    def _format_prompt(self, index: int) -> dict[str, Any]:
+        """Return vLLM's fields about the prompt of a choice. A chat has one prompt for all its choices."""
+        ids = {"prompt_token_ids": self._prompt_ids.get(index, [])} if self.request.return_token_ids else {}
+        return ids | self._format_prompt_logprobs(index)
 
     def _format_prompt_logprobs(self, index: int) -> dict[str, Any]:
         """Return vLLM's field with the log-probabilities of a choice's prompt, or nothing if nobody asks for them."""
@@ -211,10 +226,14 @@ class Answer:
             content = {"text": piece.text}
         logprobs = self._format_logprobs(index, piece.scores)
         body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
+        body |= self._format_token_ids(piece.token_ids)
+        is_chat = isinstance(self.request, ChatRequest)
+        prompt = {"prompt_token_ids": list(piece.prompt_ids)} if piece.prompt_ids and not (is_chat and index) else {}
         options = self.request.stream_options
         is_counted = options is not None and options.include_usage and options.continuous_usage_stats
         counts = {"usage": self.usage.model_dump()} if is_counted else {}
-        return _format_event(self._head(self._chunk_kind) | {"choices": [body]} | counts)
+        event = {"choices": [body if is_chat else body | prompt]} | (prompt if is_chat else {})
+        return _format_event(self._head(self._chunk_kind) | event | counts)
 
     def last_events(self) -> bytes:
         """Return the events after the last piece: the token counts, if the request asks for them, and the end mark."""

@@ -318,7 +318,9 @@ class GenerationWorker:
             stream = TextStream(decode, sequence.options.stop_strings)
             unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
             token_bytes = self._grammars.token_bytes
-            self._open_requests[message.id] = OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids)
+            self._open_requests[message.id] = OpenRequest(
+                ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids
+            )
         return refused
 
     def _find_adapter(self, name: str | None) -> str | None:
