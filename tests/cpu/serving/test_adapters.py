@@ -232,6 +232,7 @@ def test_an_adapter_that_is_gone_does_not_stop_a_restart(models: Path) -> None:
     folders = {"here": str(models / "adapters" / "first"), "lost": gone}
     worker = GenerationWorker(EngineRequest(model=str(models / "tiny"), takes_adapters=True, adapters=folders, is_restart=True))
     ready = worker.prepare()
+    assert ready.chats, "the chat page asks for it"
     assert list(ready.lost_adapters) == ["lost"] and gone not in ready.lost_adapters["lost"]
     assert worker.take(Generate(id=1, prompt="fox", adapter="here")) is None
     refused = worker.take(Generate(id=2, prompt="fox", adapter="lost"))

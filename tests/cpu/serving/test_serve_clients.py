@@ -127,6 +127,16 @@ def test_an_answer_that_goes_on(stream: bool) -> None:
     assert texts == ["yesyes", "soyesyes"]
 
 
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_need_no_other_site(path: str) -> None:
+    """They work without a network, and behind a proxy's path."""
+    page = called("GET", path)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    links = re.findall(r"(?:src|href|action)=\W?([^\s>\"']+)|fetch\(\W([^\"']+)|url\(([^)]+)", page.text)
+    targets = ["".join(link) for link in links]
+    assert targets and not [target for target in targets if "//" in target or target.startswith("/")]
+
+
 def test_an_answer_can_be_sent_back() -> None:
     message = ChatCompletionMessage(role="assistant", content="yes", annotations=[], tool_calls=[])
     engine = Recording()
