@@ -8,7 +8,7 @@ import asyncio
 import json
 from typing import Any
 
-from upshift.internals.uvicorn_names import CYCLE, HTTP_PROTOCOL, RESPONSE_COMPLETE
+from upshift.internals.uvicorn_names import CYCLE, CYCLE_SCOPE, HTTP_PROTOCOL, RESPONSE_COMPLETE, SCOPE
 from upshift.serving.refusals import Refusal
 
 STATUS_LINES = {408: b"HTTP/1.1 408 Request Timeout\r\n", 431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n"}
@@ -18,8 +18,7 @@ class LimitedConnection(asyncio.Protocol):
     """A connection of uvicorn that ends if a request's headers need longer than ``header_seconds``, or more than
     ``header_bytes``.
 
-    What a client sends after the answer to its request, such as the rest of a body that was too slow, counts as headers of
-    the next request."""
+    The rest of a body that comes after the answer, such as one that was too large, has as much time, and is dropped."""
 
     def __init__(self, *, header_seconds: float, header_bytes: int, **settings: Any) -> None:
         self._http = HTTP_PROTOCOL.get()(**settings)
@@ -40,7 +39,8 @@ class LimitedConnection(asyncio.Protocol):
             self._stop_deadline()
             self._received_bytes = 0
             return
-        self._received_bytes += len(data)
+        if not self._is_dropping_body:
+            self._received_bytes += len(data)
         if self._deadline is None:
             self._start_deadline()
         if self._received_bytes > self._header_bytes:
@@ -65,6 +65,12 @@ class LimitedConnection(asyncio.Protocol):
         """Return whether the headers of a request have come whose answer is not complete."""
         cycle = CYCLE.of(self._http)
         return cycle is not None and not RESPONSE_COMPLETE.of(cycle)
+
+    @property
+    def _is_dropping_body(self) -> bool:
+        """Return whether what comes is still of the request that was answered: the headers of the next one have not begun."""
+        cycle = CYCLE.of(self._http)
+        return cycle is not None and SCOPE.of(self._http) is CYCLE_SCOPE.of(cycle)
 
     def _start_deadline(self) -> None:
         self._deadline = asyncio.get_running_loop().call_later(self._header_seconds, self._end_wait)

@@ -123,6 +123,26 @@ def test_what_is_too_large(request_bytes: bytes, code: int) -> None:
     assert status(talk(client)) == code
 
 
+def test_a_body_that_is_refused_can_be_sent_to_its_end() -> None:
+    """The client reads why, and uses its connection again; headers without end after it are still cut."""
+
+    async def client(connect: Connect) -> list[int]:
+        reader, writer = await connect()
+        writer.write(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
+        statuses = []
+        for rest, more in ((b"a" * 50_000, GOOD), (b"", GOOD[:-2] + b"X: " + b"a" * 3000)):
+            head = await reader.readuntil(b"\r\n\r\n")
+            statuses.append(status(head))
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
+            writer.write(rest)
+            await asyncio.sleep(0.05)  # so that the server reads the rest by itself
+            writer.write(more)
+        assert await reader.read() == b"", "an answer was sent before"
+        return statuses
+
+    assert talk(client) == [413, 200]
+
+
 def test_more_connections_than_allowed_get_503_until_others_end() -> None:
     async def clients(connect: Connect) -> list[int]:
         silent = [await connect() for _ in range(2)]
