@@ -11,12 +11,21 @@ import pytest
 from test_house import PACKAGE, at, nodes, refuse, sources
 
 from upshift.errors import MissingInternal
-from upshift.internals import jax_names, lookup, openvino_names, optuna_names, peft_names, torch_names, transformers_names
+from upshift.internals import (
+    jax_names,
+    lookup,
+    openvino_names,
+    optuna_names,
+    peft_names,
+    torch_names,
+    transformers_names,
+    uvicorn_names,
+)
 from upshift.internals.lookup import Internal, Mark
 
 FILES = {
     "jax": jax_names, "openvino": openvino_names, "optuna": optuna_names, "peft": peft_names, "torch": torch_names,
-    "transformers": transformers_names,
+    "transformers": transformers_names, "uvicorn": uvicorn_names,
 }  # fmt: skip
 # Modules that a library's own pages document, though not all that is in them; from no others is anything imported elsewhere.
 DOCUMENTED = {

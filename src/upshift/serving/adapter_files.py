@@ -56,6 +56,19 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     return AdapterFolder(folder, str(settings.get("base_model_name_or_path") or ""))
 
 
+def keep_adapters(folders: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the adapters whose folders can still be read, and the reasons why the others cannot, both by name.
+
+    One adapter that was removed while its server ran must not keep the engine from starting again."""
+    reasons: dict[str, str] = {}
+    for name, folder in folders.items():
+        try:
+            read_adapter_folder(Path(folder))
+        except RequestError as error:
+            reasons[name] = str(error).replace(folder, name)  # a client may see it
+    return {name: folder for name, folder in folders.items() if name not in reasons}, reasons
+
+
 def find_base(name: str, adapter: AdapterFolder, models: Mapping[str, str]) -> str:
     """Return the name of the served model that an adapter is for. ``models`` are references by the names for clients.
 

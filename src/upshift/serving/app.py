@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -37,9 +38,8 @@ from upshift.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    Usage,
 )
-from upshift.serving.openai_responses import Answer, Choice, TextRequest, add_prompt, error_event, merge_choices
+from upshift.serving.openai_responses import Answer, Choice, TextRequest, Usage, add_prompt, error_event, merge_choices
 from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
@@ -108,6 +108,7 @@ class Server:
         return await self._generate(request, "/v1/completions")
 
     async def respond(self, request: ResponsesRequest) -> Response:
+        self._check_model(request.model)
         earlier: list[dict[str, Any]] = []
         if request.previous_response_id is not None:
             earlier = self._find_response(request.previous_response_id).messages
@@ -375,8 +376,10 @@ class Server:
 
     async def _echoed_text(self, engine: ReplicaSet, request: TextRequest, prompt: Any) -> str:
         """Return the text of a prompt if the answer begins with it, or an empty text."""
-        if not isinstance(request, CompletionRequest) or not request.echo:
+        if not request.echo:
             return ""
+        if isinstance(request, ChatRequest):
+            return str(prompt[-1]["content"])
         return prompt if isinstance(prompt, str) else await engine.text(Detokenize(tokens=prompt))
 
     def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
@@ -469,7 +472,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
             await batches.stop()
         await server.pool.stop()
 
-    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_addresses(app, server, batches)
 
     @app.get("/metrics")
@@ -477,9 +480,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         server.pool.update_gauges()
         return Response(server.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/", include_in_schema=False)
-    def page() -> HTMLResponse:
-        return HTMLResponse((files("upshift.serving") / "chat.html").read_text(encoding="utf-8"))
+    for path, name in (("/", "chat.html"), ("/docs", "docs.html")):
+        app.get(path, include_in_schema=False)(partial(_read_page, name))
 
     for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
@@ -496,6 +498,11 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     if site.root_path:
         app.add_middleware(RootPath, prefix=site.root_path)
     return app
+
+
+def _read_page(name: str) -> HTMLResponse:
+    """Return a page of the package. It loads nothing from other sites, so that it works without a network."""
+    return HTMLResponse((files("upshift.serving") / name).read_text(encoding="utf-8"))
 
 
 def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> None:

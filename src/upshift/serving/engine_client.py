@@ -90,6 +90,7 @@ class EngineProcess:
         self._state_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
+        self._has_been_ready = False
 
     @property
     def pid(self) -> int | None:
@@ -248,12 +249,15 @@ class EngineProcess:
             )
             error_reader = asyncio.create_task(self._read_errors())
             assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(self.request.to_json().encode() + b"\n")
+            request = self.request.changed(is_restart=self._has_been_ready)
+            self._process.stdin.write(request.to_json().encode() + b"\n")
             async for line in self._process.stdout:
                 message = FROM_ENGINE.validate_json(line)
                 if isinstance(message, Ready):
                     self.ready = message
-                    was_ready = True
+                    was_ready = self._has_been_ready = True
+                    for name, reason in message.lost_adapters.items():
+                        logger.error("the adapter %s was not loaded again: %s", name, reason)
                     self._set_state("ready")
                     if death_time:
                         self.on_restart(time.monotonic() - death_time)

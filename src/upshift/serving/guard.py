@@ -48,6 +48,9 @@ class Limits:
     request_seconds: float = 600.0
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
+    header_seconds: float = 10.0  # of a request, from the beginning of its connection or from the answer before it
+    header_bytes: int = 2**16
+    connections: int = 1024  # beyond them, requests get status 503
     send_seconds: float = 10.0  # beyond request_seconds, in which the client must have read the answer
     keys: tuple[str, ...] = ()
     adapter_folder: Path | None = None
@@ -107,8 +110,10 @@ class Guard:
             await self._check_body_and_run(scope, receive, send)
 
     def _check_headers(self, scope: Any) -> Refusal | None:
-        """Return a refusal if the API key is missing or wrong, or if the body is announced as too large."""
+        """Return a refusal if the API key is missing or wrong, or if the headers or the announced body are too large."""
         limits = self._limits
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.header_bytes:
+            return Refusal(431, f"the headers are larger than {limits.header_bytes:,} bytes")
         headers = dict(scope["headers"])
         if limits.keys and route_path(scope) not in PUBLIC_PATHS:
             client_key = read_key(headers)

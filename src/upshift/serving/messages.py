@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from upshift.errors import RequestError
 from upshift.value import Value
 
+PromptEnding = Literal["answer", "nothing", "open"]  # of a chat: an answer begins, nothing follows, or the last message goes on
 Task = Literal["generate", "encode", "score"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
 Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids, or the messages of a chat
@@ -55,6 +56,7 @@ class EngineRequest(Value):
     allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
+    is_restart: bool = Field(False, description="the engine was ready before: adapters that are gone do not stop it")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
 
@@ -65,6 +67,7 @@ class TemplateOptions(Value):
     variables: str = "{}"
     effort: str | None = Field(None, description="of reasoning")
     thinking: bool | None = Field(None, description="whether to reason; None: as the template does by itself")
+    ending: PromptEnding = "answer"
 
 
 class Generate(Value):
@@ -93,6 +96,7 @@ class Generate(Value):
     lark: str | None = Field(None, description="a grammar of llguidance that the answer must match")
     template: TemplateOptions = TemplateOptions()
     reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
+    with_token_ids: bool = Field(False, description="whether the pieces have the token ids of the prompt and of the answer")
 
 
 class Embed(Value):
@@ -114,9 +118,7 @@ class Embed(Value):
 
 
 class Tokenize(Value):
-    """A request for the token ids of a prompt. ``template``, ``tools`` and ``is_answered`` are for a chat.
-
-    With ``is_answered``, the template does not begin an answer after the last message."""
+    """A request for the token ids of a prompt. ``template`` and ``tools`` are for a chat."""
 
     kind: Literal["tokenize"] = "tokenize"
     id: int = 0  # the engine numbers them
@@ -124,7 +126,6 @@ class Tokenize(Value):
     add_special_tokens: bool = True
     tools: str | None = None
     template: TemplateOptions = TemplateOptions()
-    is_answered: bool = False
     with_texts: bool = Field(False, description="whether the reply has the texts of the tokens, too")
 
 
@@ -174,6 +175,8 @@ class Ready(Value):
     cache_tokens: int | None = Field(description="capacity of the cache for all sequences together; None: unknown")
     positions: int | None = Field(description="maximum tokens of a prompt with its answer")
     resident_bytes: int
+    chats: bool = Field(True, description="whether the model has a chat template")
+    lost_adapters: dict[str, str] = Field({}, description="why adapters were not loaded again after a restart, by their names")
     seconds: dict[str, float]
     predicted_capacity: float | None = None
     capacity: float | None = None
@@ -236,6 +239,8 @@ class Piece(Value):
     prompt_tokens: int
     cached_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] = Field((), description="of the tokens in this piece, if the request asks for them")
+    prompt_ids: tuple[int, ...] = Field((), description="of the whole prompt, on the first piece, likewise")
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
@@ -248,7 +253,7 @@ class Piece(Value):
     @property
     def is_empty(self) -> bool:
         """Return whether the piece tells a client nothing, as while a call or a stop string is held back."""
-        return not (self.text or self.reasoning or self.calls or self.scores or self.ending)
+        return not (self.text or self.reasoning or self.calls or self.scores or self.token_ids or self.ending)
 
 
 class Vector(Value):

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
-from upshift.serving.messages import Generate, Piece, Prompt, TemplateOptions, Tokenize
+from upshift.serving.messages import Generate, Prompt, PromptEnding, TemplateOptions, Tokenize
 from upshift.text import find_lone_surrogate
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -154,6 +154,7 @@ class StructuredOutputs(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="not OpenAI's; with include_usage: each event has the counts so far")
     include_obfuscation: bool = Field(False, description="false: nothing is added to answers")
 
 
@@ -184,6 +185,7 @@ class SamplingRequest(RequestBody):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = Field(
         [], description="not OpenAI's; further tokens that end the text"
     )
+    return_token_ids: bool = Field(False, description="not OpenAI's; the answer has the token ids of the prompt and of the text")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST, description="not OpenAI's; likeliest tokens of the prompt")
     structured_outputs: StructuredOutputs | None = Field(None, description="not OpenAI's; the form of the answer")
     guided_json: dict[str, Any] | str | None = Field(None, description="the older name of structured_outputs.json")
@@ -210,6 +212,8 @@ class SamplingRequest(RequestBody):
             raise RequestError("structured_outputs is empty; give one of json, json_object, regex, choice and grammar")
         if len(names) > 1:
             raise RequestError(f"{' and '.join(names)} are several forms for one answer; give one of them")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for streams; set stream to true, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible in a stream; leave out one of them")
 
@@ -268,6 +272,7 @@ class SamplingRequest(RequestBody):
             lark=self._form("grammar"),
             top=self.top_count,
             prompt_top=self.prompt_top,
+            with_token_ids=self.return_token_ids,
         )
 
     def _options(self, seed: int) -> dict[str, Any]:
@@ -394,6 +399,15 @@ def check_calls(messages: list[Message]) -> None:
                 )
 
 
+def prompt_ending(begins_answer: bool | None, goes_on: bool) -> PromptEnding:
+    """Return what follows the last message of a chat. Raise RequestError if an answer would begin in a message that goes on."""
+    if not goes_on:
+        return "nothing" if begins_answer is False else "answer"
+    if begins_answer:
+        raise RequestError("continue_final_message goes on with the last message; set add_generation_prompt to false")
+    return "open"
+
+
 class ChatRequest(SamplingRequest):
     model_config = ConfigDict(json_schema_extra=LOGPROBS_SCHEMA)
 
@@ -412,10 +426,15 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] = Field({}, description="not OpenAI's; variables of the chat template")
     thinking_token_budget: int | None = Field(None, ge=0, description="not OpenAI's; tokens after which the reasoning ends")
     include_reasoning: bool = Field(True, description="not OpenAI's; false: the answer leaves the reasoning out")
+    add_generation_prompt: bool | None = Field(None, description="not OpenAI's; false: the template begins no answer")
+    continue_final_message: bool = Field(False, description="not OpenAI's; the answer goes on with the last message")
+    echo: bool = Field(False, description="not OpenAI's; with continue_final_message: the answer begins with that message")
 
     def check(self) -> None:
         super().check()
         check_calls(self.messages)
+        if self.echo and not self.continue_final_message:
+            raise RequestError("echo repeats the message that continue_final_message goes on with; set both, or neither")
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("two tools have the same name; give each a name of its own")
@@ -468,7 +487,8 @@ class ChatRequest(SamplingRequest):
     @property
     def _template_options(self) -> TemplateOptions:
         variables = json.dumps(self.chat_template_kwargs)
-        return TemplateOptions(variables=variables, effort=self.reasoning_effort, thinking=self.enable_thinking)
+        ending = prompt_ending(self.add_generation_prompt, self.continue_final_message)
+        return TemplateOptions(variables=variables, effort=self.reasoning_effort, thinking=self.enable_thinking, ending=ending)
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
@@ -556,33 +576,3 @@ class EmbeddingRequest(RequestBody):
     def texts(self) -> tuple[Any, ...]:
         """Return the texts. Token ids become tuples."""
         return tuple(_split_texts(self.input))
-
-
-class PromptTokens(BaseModel):
-    cached_tokens: int = Field(0, description="that were computed for an earlier request")
-
-
-class CompletionTokens(BaseModel):
-    reasoning_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    prompt_tokens_details: PromptTokens = PromptTokens()
-    completion_tokens: int = 0
-    completion_tokens_details: CompletionTokens = CompletionTokens()
-    total_tokens: int
-
-    @classmethod
-    def from_pieces(cls, prompts: list[Piece], completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
-        """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
-        ``completion_tokens`` counts the tokens of all choices, and ``reasoning_tokens`` those of them in reasoning."""
-        prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
-        cached_tokens = sum(piece.cached_tokens for piece in prompts)
-        return cls(
-            prompt_tokens=prompt_tokens,
-            prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
-            completion_tokens=completion_tokens,
-            completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
-            total_tokens=prompt_tokens + completion_tokens,
-        )

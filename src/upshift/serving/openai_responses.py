@@ -12,14 +12,46 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Field
+
 from upshift.serving.messages import Piece, TokenScore, ToolCall
-from upshift.serving.openai_requests import ChatRequest, CompletionRequest, Usage
+from upshift.serving.openai_requests import ChatRequest, CompletionRequest
 
 TextRequest = ChatRequest | CompletionRequest
 ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefix of ids, and the name of the object
     ChatRequest: ("chatcmpl", "chat.completion"),
     CompletionRequest: ("cmpl", "text_completion"),
 }
+
+
+class PromptTokens(BaseModel):
+    cached_tokens: int = Field(0, description="that were computed for an earlier request")
+
+
+class CompletionTokens(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    prompt_tokens_details: PromptTokens = PromptTokens()
+    completion_tokens: int = 0
+    completion_tokens_details: CompletionTokens = CompletionTokens()
+    total_tokens: int
+
+    @classmethod
+    def from_pieces(cls, prompts: list[Piece], completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
+        """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
+        ``completion_tokens`` counts the tokens of all choices, and ``reasoning_tokens`` those of them in reasoning."""
+        prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
+        cached_tokens = sum(piece.cached_tokens for piece in prompts)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
+            completion_tokens=completion_tokens,
+            completion_tokens_details=CompletionTokens(reasoning_tokens=reasoning_tokens),
+            total_tokens=prompt_tokens + completion_tokens,
+        )
 
 
 class Choice(NamedTuple):
@@ -64,10 +96,10 @@ async def merge_choices(choices: list[AsyncIterator[Piece]], seconds: float) -> 
 
 
 async def add_prompt(pieces: Any, request: TextRequest, prompt: str) -> AsyncGenerator[Piece]:
-    """Yield the pieces of a text as the client wants them: with the prompt before it (``echo``), or without any answer.
+    """Yield the pieces of a text as the client wants them: after its ``prompt`` (``echo``), or without any answer.
 
     The log-probabilities of the prompt come with the first piece of the answer."""
-    echoes = isinstance(request, CompletionRequest) and request.echo
+    echoes = request.echo
     is_prompt_only = isinstance(request, CompletionRequest) and request.max_tokens == 0
     prompt_scores: list[TokenScore] = []
     is_first = True
@@ -104,6 +136,8 @@ class Answer:
         self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
         self._prompt_scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._prompt_ids: dict[int, list[int]] = {}
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def add(self, choice: Choice) -> list[dict[str, Any]]:
@@ -115,6 +149,9 @@ class Answer:
         self._last_pieces[index] = piece
         self._token_counts[index] = self._token_counts.get(index, 0) + piece.tokens
         self._prompt_scores[index] += piece.prompt_scores
+        self._token_ids[index] += piece.token_ids
+        if piece.prompt_ids:
+            self._prompt_ids[index] = list(piece.prompt_ids)
         for score in piece.scores:
             self._scores[index].append(score)
             self._offsets[index].add(score)
@@ -137,9 +174,19 @@ class Answer:
             content: dict[str, Any] = {"message": self._message(index, text)} if is_chat else {"text": text}
             logprobs = self._format_logprobs(index, self._scores[index])
             body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
-            choices.append(body if is_chat else body | self._format_prompt_logprobs(index))
-        prompt_logprobs = self._format_prompt_logprobs(0) if is_chat else {}
-        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump(), **prompt_logprobs}
+            body |= self._format_token_ids(self._token_ids[index])
+            choices.append(body if is_chat else body | self._format_prompt(index))
+        prompt = self._format_prompt(0) if is_chat else {}
+        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump(), **prompt}
+
+    def _format_token_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Return vLLM's field with the token ids of a text, or nothing if nobody asks for them."""
+        return {"token_ids": list(ids)} if self.request.return_token_ids else {}
+
+    def _format_prompt(self, index: int) -> dict[str, Any]:
+        """Return vLLM's fields about the prompt of a choice. A chat has one prompt for all its choices."""
+        ids = {"prompt_token_ids": self._prompt_ids.get(index, [])} if self.request.return_token_ids else {}
+        return ids | self._format_prompt_logprobs(index)
 
     def _format_prompt_logprobs(self, index: int) -> dict[str, Any]:
         """Return vLLM's field with the log-probabilities of a choice's prompt, or nothing if nobody asks for them."""
@@ -179,7 +226,14 @@ class Answer:
             content = {"text": piece.text}
         logprobs = self._format_logprobs(index, piece.scores)
         body = {"index": index, **content, "logprobs": logprobs, "finish_reason": self._finish_reason(index)}
-        return _format_event(self._head(self._chunk_kind) | {"choices": [body]})
+        body |= self._format_token_ids(piece.token_ids)
+        is_chat = isinstance(self.request, ChatRequest)
+        prompt = {"prompt_token_ids": list(piece.prompt_ids)} if piece.prompt_ids and not (is_chat and index) else {}
+        options = self.request.stream_options
+        is_counted = options is not None and options.include_usage and options.continuous_usage_stats
+        counts = {"usage": self.usage.model_dump()} if is_counted else {}
+        event = {"choices": [body if is_chat else body | prompt]} | (prompt if is_chat else {})
+        return _format_event(self._head(self._chunk_kind) | event | counts)
 
     def last_events(self) -> bytes:
         """Return the events after the last piece: the token counts, if the request asks for them, and the end mark."""

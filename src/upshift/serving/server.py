@@ -11,7 +11,9 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 
@@ -21,6 +23,7 @@ from upshift.inference.weights import find_weights, weights_size
 from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
+from upshift.serving.connections import LimitedConnection
 from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
@@ -28,7 +31,6 @@ from upshift.serving.model_pool import ModelPool
 from upshift.serving.replicas import ReplicaSet
 
 DRAIN_SECONDS = 30
-MAX_CONNECTIONS = 1024
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors that another port may solve
 
 
@@ -79,21 +81,28 @@ def serve(
         sizes = {name: replicas * _min_engine_bytes(request) for name, request in requests.items()}
     server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
-    config = uvicorn.Config(
-        make_app(server, address.site),
+    config = make_config(make_app(server, address.site), limits, address)
+    runner = asyncio.Runner(loop_factory=config.get_loop_factory())  # uvloop, where it is installed
+    with runner, holding(limits.batch_folder):
+        runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
+
+
+def make_config(app: Any, limits: Limits, address: Address) -> uvicorn.Config:
+    """Return the settings of uvicorn for an application."""
+    connection = partial(LimitedConnection, header_seconds=limits.header_seconds, header_bytes=limits.header_bytes)
+    return uvicorn.Config(
+        app,
+        http=cast(Any, connection),
         access_log=False,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.private_key,
         log_config=None,
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=MAX_CONNECTIONS,
+        limit_concurrency=limits.connections,
         timeout_keep_alive=30,
         ws="none",
         server_header=False,
     )
-    runner = asyncio.Runner(loop_factory=config.get_loop_factory())  # uvloop, where it is installed
-    with runner, holding(limits.batch_folder):
-        runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
 
 
 @contextmanager

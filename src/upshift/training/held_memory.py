@@ -70,8 +70,9 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return the free pages of the heap to the kernel once, also if freed memory is kept."""
-    ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+    """Return the free pages of the heap to the kernel once, also if freed memory is kept. Only glibc can do this."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
 
 
 class HeldMemory:

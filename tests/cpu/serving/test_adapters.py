@@ -224,3 +224,17 @@ def test_an_adapter_of_another_model(upshift: Command, models: Path) -> None:
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     answer = upshift("serve", other, "--port", 0, "--adapter", f"x={models / 'adapters' / 'first'}")
     assert answer.code == 2 and "is not an adapter for" in answer.err and "layers.1" in answer.err, answer.err
+
+
+def test_an_adapter_that_is_gone_does_not_stop_a_restart(models: Path) -> None:
+    """The model and the other adapters go on; requests for the lost one are told why, and it can be unloaded."""
+    gone = str(models / "adapters" / "gone")
+    folders = {"here": str(models / "adapters" / "first"), "lost": gone}
+    worker = GenerationWorker(EngineRequest(model=str(models / "tiny"), takes_adapters=True, adapters=folders, is_restart=True))
+    ready = worker.prepare()
+    assert ready.chats, "the chat page asks for it"
+    assert list(ready.lost_adapters) == ["lost"] and gone not in ready.lost_adapters["lost"]
+    assert worker.take(Generate(id=1, prompt="fox", adapter="here")) is None
+    refused = worker.take(Generate(id=2, prompt="fox", adapter="lost"))
+    assert refused is not None and refused.status == 400 and "was lost when the engine restarted" in refused.why
+    assert isinstance(worker.answer(UnloadAdapter(name="lost"))[0], Done)

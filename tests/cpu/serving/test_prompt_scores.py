@@ -173,3 +173,23 @@ def test_wrong_fields(fields: dict[str, Any], words: str, folder: Any) -> None: 
 def test_a_form_beside_others(more: dict[str, Any], words: str, folder: Any) -> None:  # noqa: F811
     answer = asked(folder, "/v1/chat/completions", guided_regex="a", **more)
     assert answer.status_code == 400 and words in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_of_prompt_and_answer(path: str, stream: bool, folder: Any) -> None:  # noqa: F811
+    """Each once, also where a text has no new character, and for each choice; nothing where nobody asks."""
+    tokenizer = make_tokenizer(TEMPLATES["hermes"])
+    chat = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    is_chat = path != "/v1/completions"
+    fields = {"max_tokens": 9, "n": 2, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    answer = asked(folder, path, **fields, stream=stream, return_token_ids=True)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")] or [answer.json()]
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    prompts = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+    for choice in (choice for event in events for choice in event["choices"]):
+        ids[choice["index"]] += choice["token_ids"]
+        prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+    assert [len(of_choice) for of_choice in ids.values()] == [9, 9] and ids[0] != ids[1]
+    assert prompts == ([chat] if is_chat else [tokenizer(PROMPT).input_ids] * 2)
+    assert "token_ids" not in asked(folder, path, **fields, stream=stream).text

@@ -165,3 +165,11 @@ def test_nulls_are_left_out() -> None:
     fields = ("instructions", "previous_response_id", "tools", "text", "reasoning", "store", "metadata", "conversation", "prompt")
     answer = posted(app_of(Scripted())[0], {"model": "m", "input": "x", **dict.fromkeys(fields)}, path="/v1/responses")[0]
     assert answer.status_code == 200, answer.text
+
+
+def test_the_name_of_the_model_comes_before_what_else_is_wrong() -> None:
+    """A client that asks the wrong server must not be told to mend its request first."""
+    bodies = ({"previous_response_id": "none"}, {"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]})
+    answers = posted(app_of(Scripted())[0], *({"model": "other", "input": "x"} | body for body in bodies), path="/v1/responses")
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert all("'other' is not served here" in answer.json()["error"]["message"] for answer in answers)

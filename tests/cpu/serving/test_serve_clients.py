@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import ssl
 import subprocess
@@ -89,11 +90,51 @@ def test_null_is_the_same_as_nothing(path: str, body: dict[str, Any], kind: Any)
 
 def test_null_inside_of_objects() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "strict": None, "description": None, "schema": {"const": None}}}
-    body = CHAT | {"response_format": form, "stream_options": {"include_usage": None}}
+    body = CHAT | {"response_format": form, "stream": True, "stream_options": {"include_usage": None}}
     engine = Recording()
     (answer,) = posted(app_of(engine)[0], body, path="/v1/chat/completions")
     assert answer.status_code == 200, answer.text
     assert json.loads(engine.requests[0].json_schema or "") == {"const": None}, "a schema is the user's own"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_the_counts_of_a_stream(path: str, body: dict[str, Any]) -> None:
+    """At its end, in each event as vLLM's clients want, or not at all; and never without a stream."""
+
+    def counts(options: Any) -> list[int | None]:
+        answer = posted(app_of(Recording(3))[0], body | {"stream": True, "stream_options": options}, path=path)[0]
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [event["usage"]["completion_tokens"] if "usage" in event else None for event in events]
+
+    assert counts({}) == counts({"continuous_usage_stats": True}) == [None] * 3
+    assert counts({"include_usage": True}) == [None, None, None, 3]
+    assert counts({"include_usage": True, "continuous_usage_stats": True}) == [1, 2, 3, 3]
+    refused = called("POST", path, json=body | {"stream_options": {"include_usage": True}})
+    assert refused.status_code == 400 and "set stream to true" in refused.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_goes_on(stream: bool) -> None:
+    """With echo it begins with the message that it goes on with."""
+    engine = Recording(2)
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": "so"}]}]
+    asked = {"model": "m", "messages": turns, "stream": stream, "continue_final_message": True, "add_generation_prompt": False}
+    bodies = [asked, asked | {"echo": True}, asked | {"add_generation_prompt": True}, CHAT | {"echo": True}]
+    answers = posted(app_of(engine)[0], *bodies, path="/v1/chat/completions")
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
+    assert [request.template.ending for request in engine.requests] == ["open", "open"]
+    texts = [re.sub(r'.*?"content":"(.*?)"|.+', r"\1", answer.text.replace("\n", "")) for answer in answers[:2]]
+    assert texts == ["yesyes", "soyesyes"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_need_no_other_site(path: str) -> None:
+    """They work without a network, and behind a proxy's path."""
+    page = called("GET", path)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    links = re.findall(r"(?:src|href|action)=\W?([^\s>\"']+)|fetch\(\W([^\"']+)|url\(([^)]+)", page.text)
+    targets = ["".join(link) for link in links]
+    assert targets and not [target for target in targets if "//" in target or target.startswith("/")]
 
 
 def test_an_answer_can_be_sent_back() -> None:

@@ -23,7 +23,7 @@ from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine.pieces import TextStream
-from upshift.serving.engine.scheduler import PromptCache, Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.scheduler import MAX_CACHED_PROMPTS, PromptCache, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Limits
 from upshift.serving.load_test.client import RequestResult
@@ -194,6 +194,16 @@ def test_what_was_not_used_for_longest_is_dropped() -> None:
     assert [cache.find([*one, 9]) is not None for one in (first, second, third)] == [True, False, True]
     cache.add([4] * 151, Prefix(151, None))
     assert cache.find([4] * 160) is None and cache.find([*first, 9]) is not None
+
+
+def test_many_small_conversations_are_not_all_kept() -> None:
+    """A new prompt is compared with all of them, so that their number would slow each request down, and they take memory."""
+    cache = PromptCache(10**9)
+    prompts = [[number % 300, number // 300] + [7] * 40 for number in range(2 * MAX_CACHED_PROMPTS)]
+    for tokens in prompts:
+        cache.add(tokens, Prefix(len(tokens), None))
+    found = [cache.find([*tokens, 9]) is not None for tokens in prompts]
+    assert found == [False] * MAX_CACHED_PROMPTS + [True] * MAX_CACHED_PROMPTS
 
 
 def test_what_never_fits_and_what_would_wait_too_long() -> None:

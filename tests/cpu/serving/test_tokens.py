@@ -126,3 +126,18 @@ def test_an_encoder_has_tokens_but_no_chats() -> None:
     assert (tokens.id, text.id, text.text) == (7, 8, "fox")  # type: ignore[attr-defined]
     (refused,) = token_replies(Tokenize(id=9, prompt=(USER,)), tokenizer, refuse, 320)
     assert isinstance(refused, Refused) and refused.id == 9
+
+
+def test_what_follows_the_last_message_of_a_chat(worker: Any) -> None:
+    """A new answer, nothing, or more of that message, in which control tokens stay plain text."""
+    tokenizer = worker.generator.prompts.tokenizer
+    messages = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "The fox <|end|>"}]
+    ids: dict[str, list[int]] = {}
+    options_of: dict[str, Any] = {"nothing": {"add_generation_prompt": False}, "open": {"continue_final_message": True}}
+    for name, options in ({"answer": {}} | options_of).items():
+        ids[name] = asked(worker, "/tokenize", model="m", messages=messages, **options).json()["tokens"]
+    texts = {name: tokenizer.decode(tokens, skip_special_tokens=False) for name, tokens in ids.items()}
+    assert texts["answer"] == texts["nothing"] + "<|assistant|>" and texts["nothing"] == texts["open"] + "<|end|>"
+    assert texts["open"].endswith("The fox <|end|>")
+    both = asked(worker, "/tokenize", messages=messages, add_generation_prompt=True, continue_final_message=True)
+    assert both.status_code == 400 and "set add_generation_prompt to false" in both.text

@@ -12,7 +12,7 @@ from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
-from upshift.serving.messages import TemplateOptions
+from upshift.serving.messages import PromptEnding, TemplateOptions
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
@@ -93,7 +93,7 @@ class ChatTemplate:
         """Return the text of a chat, or None if the template takes no such chat. ``answers`` says that the last message is the
         answer."""
         try:
-            text: str = self._apply(messages, tools, tokenize=False, answers=answers)
+            text: str = self._apply(messages, tools, tokenize=False, ending="nothing" if answers else "answer")
         except RequestError:
             return None
         return text
@@ -104,15 +104,16 @@ class ChatTemplate:
         tools: list[Any] | None,
         *,
         tokenize: bool,
-        answers: bool = False,
+        ending: PromptEnding,
         variables: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Apply the template. ``answers`` says that the last message is the answer."""
+        """Return what the template makes of a chat, as text or as token ids. Raise RequestError if it takes no such chat."""
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
-                add_generation_prompt=not answers,
+                add_generation_prompt=ending == "answer",
+                continue_final_message=ending == "open",
                 tokenize=tokenize,
                 return_dict=False,
                 **(variables or {}),

@@ -28,6 +28,7 @@ from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
+from upshift.serving.adapter_files import keep_adapters
 from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
 from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
@@ -62,6 +63,7 @@ from upshift.serving.messages import (
     Tokenize,
     UnloadAdapter,
 )
+from upshift.training.held_memory import trim_heap
 from upshift.value import Value
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
 FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 1 / 60  # between messages: a screen shows no more pictures, and a message takes 0.3 ms of a core
+TRIM_BYTES = 16 * 2**20  # of growth after which an idle engine returns free memory, which takes some milliseconds
 DEFAULT_ANSWER_TOKENS = 1024  # if neither the request nor the model's positions limit the answer to fewer
 
 
@@ -88,6 +91,7 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
         while True:
             messages: list[Value] = []
             if not worker.is_busy:
+                worker.trim_heap()
                 sender.submit(send, [worker.heartbeat()]).result()
                 message = inbox.get()
                 if message is None:
@@ -121,7 +125,8 @@ class GenerationWorker:
     """The generator of an engine's process, with its scheduler and the open requests."""
 
     def __init__(self, request: EngineRequest) -> None:
-        self.request = request
+        adapters, self._lost_adapters = keep_adapters(request.adapters) if request.is_restart else (request.adapters, {})
+        self.request = request = request.changed(adapters=adapters)
         start = time.perf_counter()
         memory = read_max_memory(list(request.max_memory) or None)
         self.generator = Generator(
@@ -149,6 +154,7 @@ class GenerationWorker:
         self._check_adapters()
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
+        self._trimmed_bytes = 0  # that were resident after the heap was trimmed
         stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
         self._decode_text = stream_prompts.decode
         self._stream_tokenizer = stream_prompts.tokenizer
@@ -184,6 +190,8 @@ class GenerationWorker:
             cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest,
             resident_bytes=self._resident_bytes(),
+            chats=bool(self.generator.prompts.tokenizer.chat_template),
+            lost_adapters=self._lost_adapters,
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),
             capacity=rows / batch_seconds,
@@ -275,7 +283,7 @@ class GenerationWorker:
                 raise RequestError("this server takes no adapters; start it with --adapter-folder")
             if isinstance(order, LoadAdapter):
                 self._adapters.load(order.name, Path(order.folder))
-            else:
+            elif self._lost_adapters.pop(order.name, None) is None:
                 self._adapters.unload(order.name)
         except Exception as error:  # from the files of the adapter
             return Refused.from_error(order.id, error)
@@ -283,7 +291,7 @@ class GenerationWorker:
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         chat: Any = request.prompt
-        return self._read_chat(chat, request.tools, request.template, is_answered=request.is_answered)
+        return self._read_chat(chat, request.tools, request.template)
 
     def take(self, message: Generate | Cancel) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
@@ -310,13 +318,17 @@ class GenerationWorker:
             stream = TextStream(decode, sequence.options.stop_strings)
             unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
             token_bytes = self._grammars.token_bytes
-            self._open_requests[message.id] = OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids)
+            self._open_requests[message.id] = OpenRequest(
+                ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids
+            )
         return refused
 
     def _find_adapter(self, name: str | None) -> str | None:
         """Return the key of an adapter. Raise RequestError for an unknown name."""
         if name is None:
             return None
+        if name in self._lost_adapters:
+            raise RequestError(f"the adapter {name!r} was lost when the engine restarted: {self._lost_adapters[name]}")
         if self.generator.text_engine is not None and name in self.request.adapters:
             return self.request.adapters[name]
         if self._adapters is None:
@@ -385,6 +397,12 @@ class GenerationWorker:
         live = len(self.scheduler.live)
         return Heartbeat(live=live, waiting=len(self.scheduler.waiting), resident_bytes=self._resident_bytes())
 
+    def trim_heap(self) -> None:
+        """Return free memory to the system if the process has grown. Reading one large JSON schema leaves 30 MB of it."""
+        if resident_bytes() > self._trimmed_bytes + TRIM_BYTES:
+            trim_heap()
+            self._trimmed_bytes = resident_bytes()
+
     def _resident_bytes(self) -> int:
         """Return the bytes that this process occupies, with those of the engine's own processes."""
         engine = self.generator.text_engine
@@ -452,10 +470,8 @@ class GenerationWorker:
             return self.generator.prompts.tokenize([prompt])[0]
         return self._read_chat(prompt, request.tools, request.template)
 
-    def _read_chat(
-        self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions, *, is_answered: bool = False
-    ) -> list[int]:
-        """Return the token ids of a chat. ``is_answered`` says that no answer follows the last message."""
+    def _read_chat(self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions) -> list[int]:
+        """Return the token ids of a chat."""
         if not self.generator.prompts.tokenizer.chat_template:
             raise RequestError("the model has no chat template; give a text to /v1/completions")
         form = self._reasoning_form
@@ -465,9 +481,9 @@ class GenerationWorker:
 
         def read(chat: list[dict[str, Any]]) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not uses_tools and not variables and not is_answered:
+            if tools is None and not uses_tools and not variables and template.ending == "answer":
                 return self.generator.prompts.tokenize([chat])[0]
-            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, is_answered=is_answered)
+            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
 
         return read(messages) if self.request.allow_special else read_as_text(messages, tokenizer, read)
 

@@ -23,6 +23,12 @@ from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, F
 from upshift.settings import quiet_libraries, take_gpus, wait_briefly
 from upshift.value import Value
 
+OPENAI_FIELDS = {  # by the names of the options of generation that an error may have
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sequence_bias": "logit_bias",
+}
+
 
 def main() -> None:
     start = time.perf_counter()
@@ -142,7 +148,9 @@ def hide_server(message: Value, server_texts: list[str]) -> Value:
         why = why.replace(repr(text), "the model")
         if os.sep in text:
             why = why.replace(text, "the model")
-    return message.changed(why=why.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens"))
+    for name, field in OPENAI_FIELDS.items():
+        why = why.replace(name, field)
+    return message.changed(why=why)
 
 
 def write_line(message: Value) -> str:

@@ -16,7 +16,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character
 
 class OpenRequest(NamedTuple):
     """A request that is being answered. ``token_bytes`` returns the bytes of a token. ``calls`` is None without tools, and
-    ``reasoning`` is None if there is none. ``unsent_ids`` has the first token of a prompt that is scored, until it is sent."""
+    ``reasoning`` is None if there is none. ``unsent_ids`` has the first token of a prompt that is scored, until it is sent.
+    ``with_token_ids`` says whether the pieces have token ids."""
 
     ticket: Ticket
     stream: TextStream
@@ -24,6 +25,7 @@ class OpenRequest(NamedTuple):
     calls: CallStream | None
     reasoning: ReasoningStream | None
     unsent_ids: list[int]
+    with_token_ids: bool = False
 
 
 class NewToken(NamedTuple):
@@ -82,6 +84,8 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
         prompt_tokens=len(ticket.sequence.prompt),
         cached_tokens=ticket.cached_tokens,
         calls=tuple(calls),
+        token_ids=tuple(token.token for token in tokens) if request.with_token_ids else (),
+        prompt_ids=tuple(ticket.sequence.prompt) if request.with_token_ids and any(token.is_first for token in tokens) else (),
         scores=scores,
         prompt_scores=prompt_scores,
         ending=ending,

@@ -414,6 +414,7 @@ def smooth(old: float, measured: float) -> float:
 
 
 RECENT_PROMPTS = 64  # that a new prompt is compared with
+MAX_CACHED_PROMPTS = 512  # each new prompt is compared with all of them
 
 
 class CachedPrompt(NamedTuple):
@@ -422,12 +423,14 @@ class CachedPrompt(NamedTuple):
     tokens: np.ndarray  # [T]
     prefix: Prefix
     adapter: str | None
+    beginning: bytes  # the first MIN_PREFIX_TOKENS tokens, which a prompt must share
 
 
 class PromptCache:
     """The keys and values of earlier prompts, for conversations that go on and for beginnings that prompts share.
 
-    All cached prompts together have at most ``max_tokens`` tokens. The least recently used prompts are dropped first."""
+    There are at most MAX_CACHED_PROMPTS prompts, with at most ``max_tokens`` tokens together. The least recently used prompts
+    are dropped first. Prompts with fewer than MIN_PREFIX_TOKENS tokens are not cached."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -440,7 +443,11 @@ class PromptCache:
         The last token of the prompt is never part of it, because the engine computes the first logits from that
         token."""
         ids = np.asarray(prompt)
-        lengths = [_shared_length(cached.tokens, ids[:-1]) if cached.adapter == adapter else 0 for cached in self._prompts]
+        beginning = _beginning(ids[:-1])
+        lengths = [
+            _shared_length(cached.tokens, ids[:-1]) if cached.beginning == beginning and cached.adapter == adapter else 0
+            for cached in self._prompts
+        ]
         longest = max(lengths, default=0)
         if longest < MIN_PREFIX_TOKENS:
             return None
@@ -461,20 +468,28 @@ class PromptCache:
     def add(self, tokens: Sequence[int], prefix: Prefix, adapter: str | None = None) -> None:
         """Add a prompt. Drop the prompts that it contains, and old prompts if there are too many tokens."""
         ids = np.asarray(tokens)[: prefix.length]
-        if len(ids) > self._max_tokens:
+        if not MIN_PREFIX_TOKENS <= len(ids) <= self._max_tokens:
             return
+        beginning = _beginning(ids)
         self._prompts = [
             cached
-            for cached in self._prompts
-            if cached.adapter != adapter or _shared_length(cached.tokens, ids) < len(cached.tokens)
+            for cached in self._prompts[-MAX_CACHED_PROMPTS + 1 :]
+            if cached.beginning != beginning
+            or cached.adapter != adapter
+            or _shared_length(cached.tokens, ids) < len(cached.tokens)
         ]
-        self._prompts.append(CachedPrompt(ids, prefix, adapter))
+        self._prompts.append(CachedPrompt(ids, prefix, adapter, beginning))
         token_count = 0
         for index in reversed(range(len(self._prompts))):
             token_count += len(self._prompts[index].tokens)
             if token_count > self._max_tokens:
                 del self._prompts[: index + 1]
                 break
+
+
+def _beginning(tokens: np.ndarray) -> bytes:
+    """Return the first MIN_PREFIX_TOKENS tokens as bytes, which are quicker to compare."""
+    return tokens[:MIN_PREFIX_TOKENS].tobytes()
 
 
 def _shared_length(first: np.ndarray, second: np.ndarray) -> int:

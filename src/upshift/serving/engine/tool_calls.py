@@ -17,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.inference.generation.grammar import WHITESPACE
 from upshift.serving.engine.chat_template import QUESTION, ChatTemplate
 from upshift.serving.engine.tagged_calls import KEYS, NAMES, VALUES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
-from upshift.serving.messages import ToolCall
+from upshift.serving.messages import PromptEnding, ToolCall
 
 ID_CHARACTERS = 9  # of a call's id: the only length that the templates of some models take
 ARGUMENTS = tuple({key: value} for key, value in zip(KEYS, VALUES, strict=True))  # of the two made-up calls
@@ -56,9 +56,9 @@ class ToolTemplate(ChatTemplate):
         tools: list[dict[str, Any]] | None,
         variables: Mapping[str, Any] | None = None,
         *,
-        is_answered: bool = False,
+        ending: PromptEnding = "answer",
     ) -> list[int]:
-        """Return the token ids of a chat with tools, or with calls and results. ``is_answered`` says that no answer follows.
+        """Return the token ids of a chat with tools, or with calls and results.
 
         Raise RequestError if the template does not use all of it."""
         has_calls = any(message.get("tool_calls") for message in messages)
@@ -74,7 +74,7 @@ class ToolTemplate(ChatTemplate):
             raise RequestError("the chat template of the model has no place for messages of the role tool; leave them out")
         text_arguments = self.format is not None and self.format.text_arguments
         chat = template_messages(messages, text_arguments=text_arguments)
-        ids: list[int] = self._apply(chat, tools, tokenize=True, answers=is_answered, variables=variables)
+        ids: list[int] = self._apply(chat, tools, tokenize=True, ending=ending, variables=variables)
         return ids
 
     @cached_property

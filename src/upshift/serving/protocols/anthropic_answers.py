@@ -7,7 +7,8 @@ import uuid
 from typing import Any
 
 from upshift.serving.messages import Piece, ToolCall
-from upshift.serving.openai_requests import ChatRequest, Usage
+from upshift.serving.openai_requests import ChatRequest
+from upshift.serving.openai_responses import Usage
 from upshift.serving.refusals import Refusal
 
 FIELDS = {"thinking": "thinking", "text": "text"}  # of a block with text: the name of its field

@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import TemplateOptions, Tokenize
-from upshift.serving.openai_requests import MAX_TOOLS, CheckedBody, Message, TokenId, Tool, check_calls
+from upshift.serving.openai_requests import MAX_TOOLS, CheckedBody, Message, TokenId, Tool, check_calls, prompt_ending
 
 MODEL = "one of GET /v1/models; may be left out if there is one"
 
@@ -27,7 +27,8 @@ PROMPT_OR_CHAT: JsonDict = {
                 "messages": {"type": "null"},
                 "tools": {"maxItems": 0},
                 "chat_template_kwargs": {"maxProperties": 0},
-                "add_generation_prompt": {"const": True},
+                "add_generation_prompt": {"enum": [True, None]},
+                "continue_final_message": {"const": False},
             },
         },
         {
@@ -50,7 +51,8 @@ class TokenizeRequest(CheckedBody):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = Field(None, description="of a prompt; a chat has those of its template")
-    add_generation_prompt: bool = Field(True, description="whether the template begins an answer after the last message")
+    add_generation_prompt: bool | None = Field(None, description="whether the template begins an answer; it does by default")
+    continue_final_message: bool = Field(False, description="the last message goes on, so that nothing ends it")
     return_token_strs: bool = False
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     chat_template_kwargs: dict[str, Any] = {}
@@ -61,7 +63,9 @@ class TokenizeRequest(CheckedBody):
             raise PydanticCustomError("no_prompt", "give either a prompt or messages")
         if self.messages is not None and self.add_special_tokens:
             raise PydanticCustomError("special", "a chat has the special tokens of its template; leave out add_special_tokens")
-        if self.messages is None and (self.tools or self.chat_template_kwargs or not self.add_generation_prompt):
+        if self.messages is None and (
+            self.tools or self.chat_template_kwargs or self.continue_final_message or self.add_generation_prompt is False
+        ):
             raise PydanticCustomError("no_chat", "tools and options of a chat template need messages instead of a prompt")
         return self
 
@@ -73,8 +77,10 @@ class TokenizeRequest(CheckedBody):
             prompt=messages if self.prompt is None else self.prompt,
             add_special_tokens=self.add_special_tokens is not False,
             tools=json.dumps([tool.to_template() for tool in self.tools]) if self.tools else None,
-            template=TemplateOptions(variables=json.dumps(self.chat_template_kwargs)),
-            is_answered=not self.add_generation_prompt,
+            template=TemplateOptions(
+                variables=json.dumps(self.chat_template_kwargs),
+                ending=prompt_ending(self.add_generation_prompt, self.continue_final_message),
+            ),
             with_texts=self.return_token_strs,
         )
 
