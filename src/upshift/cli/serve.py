@@ -236,6 +236,7 @@ def command(
     given = dict(locals())
     _check_prompts(prompts, prompt_length)
     _check_libraries()
+    from upshift.hardware.replicas import count_replicas
     from upshift.inference.engine_environment import choose_environment
     from upshift.serving.server import serve
 
@@ -250,7 +251,7 @@ def command(
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
-            requests, address, limits, replicas=_num_replicas(replicas, ranks),
+            requests, address, limits, replicas=count_replicas(replicas, devices=ranks),
             memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=_typed_for_texts(given),
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
@@ -380,29 +381,6 @@ def _read_settings(pairs: list[str]) -> dict[str, Any]:
         if options.get(name) is not None:
             raise RequestError(f"--set {name}={json.dumps(options[name])} is not possible here: {reason}; leave it out")
     return options
-
-
-def _num_replicas(requested: int | None, ranks: int) -> int:
-    """Return the number of replicas of each model: as requested, or as many as the GPUs allow, or without GPUs one a NUMA node.
-
-    Memory of another NUMA node is slower. ``ranks``: the devices of each replica. Raise RequestError for more replicas than the
-    GPUs, or the cores, allow."""
-    from upshift.hardware import detect
-
-    host = detect()
-    cores = host.cpu.usable_cores if host.cpu is not None else 1
-    devices = host.gpus_per_node or cores
-    limit = max(devices // ranks, 1)
-    if requested is not None and requested > limit:
-        unit = "GPUs" if host.gpus_per_node else "cores"
-        of_each = f", with {ranks} of them for each," if ranks > 1 else ""
-        raise RequestError(
-            f"--replicas {requested}{of_each} is more than the {devices} {unit} of this machine; ask for at most {limit}"
-        )
-    if host.gpus_per_node:
-        return requested or limit
-    nodes = host.cpu.numa_nodes if host.cpu is not None and host.cpu.numa_nodes else 1
-    return requested or min(nodes, limit)
 
 
 def _models_by_name(models: list[str]) -> dict[str, str]:
