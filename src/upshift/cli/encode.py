@@ -17,8 +17,8 @@ from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
 from upshift.cli.options import Engine, Json, MaxLatency, Model, OnRay, Overwrite, Quality, RaceSeconds, WorkerReplicas, option
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
-from upshift.inference.workers.options import WorkerOptions, encoding_workers
 from upshift.importing import importing
+from upshift.inference.workers.options import WorkerOptions, encoding_workers
 from upshift.settings import wait_briefly
 
 Input = Annotated[

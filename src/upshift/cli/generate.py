@@ -34,9 +34,10 @@ from upshift.cli.options import (
 )
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
-from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
+from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
+from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
 
@@ -133,8 +134,6 @@ def command(
     """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
     given = dict(locals())
     wait_briefly()
-    from upshift.loading.placement.memory_limits import read_max_memory
-
     if form == BATCH_FORM:
         _check_batch_options(given)
     _check_files(prompt, prompts, output, overwrite=overwrite)
@@ -185,7 +184,8 @@ def _check_batch_options(given: Mapping[str, Any]) -> None:
 
     ``given``: the command's parameters."""
     for name, option_name in NOT_OF_BATCHES.items():
-        if given[name] not in (None, False, [], "race"):
+        value = given[name]
+        if value is not None and value is not False and value not in ([], "race"):
             raise RequestError(
                 f"{option_name} is not possible with --format {BATCH_FORM}, whose requests have their own options; leave it out"
             )
