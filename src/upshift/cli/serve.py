@@ -241,7 +241,7 @@ def command(
     from upshift.serving.server import serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    names = _models_by_name(models)
+    names = models_by_name(models)
     requests = _engine_requests(names, given)
     request = next(iter(requests.values()))
     environment = choose_environment(engine, engine_python, request.engine_arguments)
@@ -352,12 +352,14 @@ def _typed_for_texts(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(option for name, option in FOR_TEXTS.items() if given[name] is not None)
 
 
-def parse(words: Sequence[str]) -> dict[str, Any]:
-    """Parse the words that follow ``upshift serve``. Return the options by name. Raise RequestError for wrong ones."""
+def parse(words: Sequence[str]) -> typer.Context:
+    """Parse the words that follow ``upshift serve``. Raise RequestError for wrong options.
+
+    The ``params`` of the result are the options by name."""
     app = typer.Typer(add_completion=False)
     app.command("serve", cls=HelpCommand)(command)
-    parsed: dict[str, Any] = typer.main.get_command(app).make_context("upshift serve", list(words)).params
-    return parsed
+    context: typer.Context = typer.main.get_command(app).make_context("upshift serve", list(words))
+    return context
 
 
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:
@@ -383,7 +385,7 @@ def _read_settings(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _models_by_name(models: list[str]) -> dict[str, str]:
+def models_by_name(models: list[str]) -> dict[str, str]:
     """Return the models by the names that clients use: NAME of NAME=MODEL, else that of the directory, or MODEL itself.
 
     An existing directory is never split, since its path may have an equals sign."""

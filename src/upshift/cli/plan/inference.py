@@ -142,7 +142,10 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
     shards = plan.tensor_parallel * plan.pipeline_parallel
     if shards > devices:
         hosts = -(-shards // devices)
-        tables.dim(f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command")
+        tables.dim(
+            f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command, or upshift "
+            "launch --kubernetes --kind LeaderWorkerSet"
+        )
         return
     replicas = plan.replicas // host.num_nodes or 1  # on a host
     fixed = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
