@@ -352,14 +352,13 @@ def _typed_for_texts(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(option for name, option in FOR_TEXTS.items() if given[name] is not None)
 
 
-def parse(words: Sequence[str]) -> typer.Context:
-    """Parse the words that follow ``upshift serve``. Raise RequestError for wrong options.
+def parse(words: Sequence[str]) -> Any:
+    """Parse the words that follow ``upshift serve`` into a context of typer. Raise RequestError for wrong options.
 
     The ``params`` of the result are the options by name."""
     app = typer.Typer(add_completion=False)
     app.command("serve", cls=HelpCommand)(command)
-    context: typer.Context = typer.main.get_command(app).make_context("upshift serve", list(words))
-    return context
+    return typer.main.get_command(app).make_context("upshift serve", list(words))
 
 
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:

@@ -143,8 +143,8 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
     if shards > devices:
         hosts = -(-shards // devices)
         tables.dim(
-            f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command, or upshift "
-            "launch --kubernetes --kind LeaderWorkerSet"
+            f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command, or "
+            "upshift launch --kubernetes --kind LeaderWorkerSet"
         )
         return
     replicas = plan.replicas // host.num_nodes or 1  # on a host
