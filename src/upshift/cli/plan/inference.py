@@ -89,6 +89,12 @@ def run(
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
         return
     _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
+    stored = source.config.get("quantization_config")
+    if stored:
+        tables.dim(
+            f"{model} is stored with {stored.get('quant_method', 'a quantization')}. The plans count the weights as they were "
+            "before, in the precision of the table"
+        )
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:

@@ -132,6 +132,9 @@ class Generator:
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self._draft = None if draft is None else self._find_draft(draft)
+        if draft is None and self._environment is not None and self._environment.arguments.draft is not None:
+            option = "--engine-set speculative_config: the model"
+            find_draft(self._environment.arguments.draft, self.source, self.prompts.tokenizer, "vllm", option=option)
         self.race: Race | None = None
         self._defaults = read_defaults(self.source)
         self._positions = positions_of(self.source)
