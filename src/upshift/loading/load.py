@@ -163,10 +163,9 @@ def _load_quantized(
     model: PreTrainedModel
     model, loading_info = loaded
     if getattr(model, "hf_quantizer", None) is None:
-        logger.warning(
-            "the weights of %r are stored in %s and computed in %s: transformers has no kernels for %s on this device",
-            source.reference, method, str(model.dtype).removeprefix("torch."), method,
-        )  # fmt: skip
+        computed = str(model.dtype).removeprefix("torch.")
+        text = "the weights of %r are stored in %s and computed in %s: transformers has no kernels for %s on this device"
+        logger.warning(text, source.reference, method, computed, method)
     if progress is not None:
         progress(total_bytes, total_bytes)
     if not allow_missing:
