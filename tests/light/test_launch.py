@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -354,6 +355,25 @@ def served(*options: str, words: tuple[str, ...] = ("serve", "my model", "--port
     return CliRunner().invoke(app, ["launch", *options, "--dry-run", "--", *words])
 
 
+GROUPS = [*KUBERNETES, "--kind", "LeaderWorkerSet"]
+EIGHT = ("--engine-set", "tensor_parallel_size=8")
+
+
+def test_a_model_of_several_hosts_is_a_command_of_vllm_on_each() -> None:
+    """The words are those of vLLM 0.32's own parser. A shell reads them as they were given."""
+    settings = ("--engine-set", "tensor_parallel_size=8", "--engine-set", "enable_prefix_caching=false")
+    words = ("serve", "mine=my model", "--port", "9000", *settings)
+    text = served(*GROUPS, "--nodes", "4", "--gpus", "4", words=words).stdout
+    commands = [json.loads(line.partition("command: ")[2])[2] for line in text.splitlines() if "command: " in line]
+    leader, worker = (shlex.split(command) for command in commands)
+    shared = [
+        "exec", "vllm", "serve", "my model", "--tensor-parallel-size", "8", "--no-enable-prefix-caching", "--nnodes", "2",
+        "--master-port", "29501", "--master-addr", "$LWS_LEADER_ADDRESS", "--node-rank", "$LWS_WORKER_INDEX",
+    ]  # fmt: skip
+    assert leader == [*shared, "--host", "0.0.0.0", "--port", "9000", "--served-model-name", "mine"]
+    assert worker == [*shared, "--headless"] and "replicas: 2 " in text and "size: 2 " in text
+
+
 def test_servers_on_slurm_and_kubernetes() -> None:
     text = served("--slurm", "--nodes", "3", "--gpus", "4", "--hours", "2", "--env", "WORD=two words").stdout
     check_shell(text)
@@ -377,6 +397,24 @@ def test_servers_on_slurm_and_kubernetes() -> None:
         (["--slurm"], ("serve", "m", "--engine-set", "tensor_parallel_size=no"), "tensor_parallel_size"),
         (["--slurm"], ("encode", "m"), "-- serve MODEL"),
         (["--kubernetes", "--image", "i"], ("serve", "m"), "needs --cpus"),
+        (
+            ["--kubernetes", *GROUPS[-2:], "--gpus", "8"],
+            ("serve", "m", *EIGHT),
+            "vLLM in it, such as example.com/image:1; and --c",
+        ),
+        ([*GROUPS], ("serve", "m"), "give --gpus N, of each host"),
+        ([*GROUPS, "--gpus", "8"], ("serve", "m"), "does not fill hosts with --gpus 8"),
+        ([*GROUPS, "--gpus", "4", "--nodes", "3"], ("serve", "m", *EIGHT), "give --nodes 4"),
+        ([*GROUPS, "--gpus", "8"], ("serve", "m", "--port", "0"), "--port 0 takes any port"),
+        ([*GROUPS, "--gpus", "8"], ("serve", "m", "n", *EIGHT), "is given 2"),
+        ([*GROUPS, "--gpus", "8"], ("encode", "m"), "is for servers"),
+        (["--kubernetes", "--kind", "TrainJob"], ("serve", "m"), "is for trainings"),
+        (["--ray"], ("serve", "m"), "give --gpus N"),
+        (["--ray", "--gpus", "3"], ("serve", "m", *EIGHT), "let it be a multiple"),
+        (["--ray", "--cpus", "3"], ("serve", "m"), "--cpus is for trainings"),
+        (["--ray", "--gpus", "8"], ("serve", "m", "--concurrency", "2", "--max-ttft-ms", "5"), "--max-ttft-ms, --concurrency"),
+        (["--ray", "--gpus", "8"], ("serve", "m", "--engine", "torch"), "--engine torch is for upshift serve"),
+        (["--ray", "--gpus", "8"], ("serve", "m", "--engine-set", "data_parallel_size=2"), "further replicas"),
     ],
 )
 def test_servers_that_cannot_start_are_refused(options: list[str], words: tuple[str, ...], text: str) -> None:

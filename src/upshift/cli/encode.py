@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +14,11 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
-from upshift.cli.options import Engine, Json, MaxLatency, Model, Overwrite, Quality, RaceSeconds, option
+from upshift.cli.options import Engine, Json, MaxLatency, Model, OnRay, Overwrite, Quality, RaceSeconds, WorkerReplicas, option
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.importing import importing
+from upshift.inference.workers.options import WorkerOptions, encoding_workers
 from upshift.settings import wait_briefly
 
 Input = Annotated[
@@ -61,6 +61,8 @@ def command(
     engine: Engine = None,
     max_latency_ms: MaxLatency = None,
     race_seconds: RaceSeconds = None,
+    replicas: WorkerReplicas = None,
+    on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -72,8 +74,9 @@ def command(
     from upshift.inference.weights import find_weights
 
     media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)
+    workers = WorkerOptions(replicas, on_ray)
     if holds_media(texts):
-        refuse_options(query, task, max_latency_ms)
+        refuse_options(query, task, max_latency_ms, workers)
         encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
@@ -85,9 +88,21 @@ def command(
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
-        refuse_options(query, task, max_latency_ms)
+        refuse_options(query, task, max_latency_ms, workers)
         encode_media(model, texts, output, media_options)
         return
+    arguments: dict[str, Any] = {
+        "model": model, "quality": quality, "engine": engine, "max_latency_ms": max_latency_ms, "race_seconds": race_seconds,
+        **({} if has_pairs else {"task": checked_task}),
+    }  # fmt: skip
+    _encode_texts(arguments, texts, query, output, workers, has_pairs=has_pairs, as_json=as_json)
+
+
+def _encode_texts(
+    arguments: dict[str, Any], texts: Path, query: str | None, output: Path, workers: WorkerOptions, *, has_pairs: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Race the engines on some of the texts, or pairs of texts, and encode all of them. ``arguments``: those of the encoder."""
     with importing():
         from upshift.inference.encoding.cross_encoder import CrossEncoder
         from upshift.inference.encoding.encoder import Encoder
@@ -95,18 +110,17 @@ def command(
         from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
-    with tables.step("Racing the installed engines on a sample of the texts"):
-        kind = CrossEncoder if has_pairs else partial(Encoder, task=checked_task)
-        encoder = kind(
-            model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
-            on_run=run_printer("texts/s"),
-        )  # fmt: skip
+    with tables.step("Reading the model"):
+        encoder = (CrossEncoder if has_pairs else Encoder)(**arguments, on_run=run_printer("texts/s"))
         check_form(output, encoder.config.output)
         total = count_lines(texts)
         encoder.check_lengths(read_items(texts, query))
-        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
-    start = time.perf_counter()
-    num_encoded = _encode(encoder, texts, query, output, total)
+    with encoding_workers(encoder, workers, arguments) as pool:
+        with tables.step("Racing the installed engines on a sample of the texts"):
+            sample = encoder.take_sample(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
+            (pool or encoder).prepare_sample(sample, total)
+        start = time.perf_counter()
+        num_encoded = _encode(encoder, pool, texts, query, output, total)
     _report(encoder, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
 
 
@@ -129,7 +143,7 @@ def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: f
     tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 
 
-def _encode(encoder: Any, texts: Path, query: str | None, output: Path, total: int) -> int:
+def _encode(encoder: Any, workers: Any, texts: Path, query: str | None, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import LISTS, Rows, read_items
     from upshift.inference.encoding.list_rows import ListRows
@@ -140,15 +154,17 @@ def _encode(encoder: Any, texts: Path, query: str | None, output: Path, total: i
     rows: Any
     if encoder.config.output in LISTS:
         rows = ListRows(output, total, identity, encoder.config.output, encoder.labels)
-        encode = encoder.token_scores if encoder.config.output == "token scores" else encoder.encode
+        method = "token_scores" if encoder.config.output == "token scores" else "encode"
     else:
         rows = Rows(output, total, identity)
-        encode = encoder.rows
+        method = "rows"
     num_resumed = rows.done
+    size = rows.block if workers is None else workers.block_size(total, rows.block)
     with closing(rows), tables.bar("Encoding") as update:
         update(num_resumed, total)
-        for block in read_blocks(read_items(texts, query), size=rows.block, skip=num_resumed):
-            rows.add(encode(block))
+        blocks = read_blocks(read_items(texts, query), size=size, skip=num_resumed)
+        for results in map(getattr(encoder, method), blocks) if workers is None else workers.encode(blocks, method):
+            rows.add(results)
             update(rows.done, total)
         rows.finish()
     return int(rows.done - num_resumed)

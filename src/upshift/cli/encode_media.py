@@ -13,6 +13,7 @@ from upshift.cli import tables
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.errors import RequestError
 from upshift.importing import importing
+from upshift.inference.workers.options import WorkerOptions, refuse_workers
 
 BLOCK = 256  # items between two records of the progress
 UNIT = "items/s"
@@ -28,8 +29,9 @@ class MediaOptions(NamedTuple):
     as_json: bool
 
 
-def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None) -> None:
+def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None, workers: WorkerOptions) -> None:
     """Raise RequestError for an option that is set and that images and sounds do not have."""
+    refuse_workers(workers, "images and sounds are encoded in one process")
     for option, value in (("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms)):
         if value is not None:
             raise RequestError(f"{option} {value} is for models of texts, and this encodes images or sounds; leave it out")

@@ -23,9 +23,11 @@ from upshift.cli.options import (
     MaxTpot,
     MaxTtft,
     Model,
+    OnRay,
     Overwrite,
     Quality,
     RaceSeconds,
+    WorkerReplicas,
     option,
     read_generation_settings,
     read_settings_of,
@@ -34,6 +36,8 @@ from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
+from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
+from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
 
@@ -92,6 +96,11 @@ Form = Annotated[
         metavar="NAME", choices=("plain", BATCH_FORM),
     ),
 ]  # fmt: skip
+NOT_OF_BATCHES = {  # the parameters that a batch of requests does not take
+    "prompt": "--prompt", "max_new_tokens": "--max-new-tokens", "stop": "--stop", "seed": "--seed", "chat": "--chat",
+    "engine_python": "--engine-python", "engine_settings": "--engine-set", "replicas": "--replicas", "on_ray": "--ray",
+    "backend": "--backend",
+}  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
 
@@ -117,23 +126,17 @@ def command(
     max_tpot_ms: MaxTpot = None,
     max_memory: MaxMemory = None,
     race_seconds: RaceSeconds = None,
+    replicas: WorkerReplicas = None,
+    on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
+    given = dict(locals())
     wait_briefly()
-    from upshift.inference.generation.prompts import check_files
-
-    if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
-        raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if form == BATCH_FORM:
-        given: dict[str, Any] = {"--prompt": prompt, "--max-new-tokens": max_new_tokens, "--stop": stop}
-        given |= {"--seed": seed, "--chat": chat, "--engine-python": engine_python, "--engine-set": engine_settings}
-        _check_batch_options(given | {"--backend": None if backend == "race" else backend})
-    if prompts is not None and output is not None:
-        check_files(prompts, output, overwrite=overwrite)
-    elif overwrite:
-        raise RequestError("--overwrite is for --output, and the answer to --prompt is printed; leave --overwrite out")
+        _check_batch_options(given)
+    _check_files(prompt, prompts, output, overwrite=overwrite)
     flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
     generation_options = _merge_options(options or [], flags)
     race_options = {
@@ -144,24 +147,45 @@ def command(
     if form == BATCH_FORM and prompts is not None and output is not None:
         _answer_batch(model, prompts, output, race_options, generation_options, as_json=as_json)
         return
+    workers = WorkerOptions(replicas, on_ray)
     if backend != "race":
+        refuse_workers(workers, "--backend xla computes in one process")
         generate_xla.check(backend, {**race_options, "stop": stop})
         generate_xla.run(
             model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=generation_options, as_json=as_json
         )
         return
-    generator, generation = _prepare(model, race_options, generation_options, chat=chat)
+    if prompt is not None:
+        refuse_workers(workers, "--prompt is one text")
+    arguments = {"model": model, **race_options, "chat": chat, "max_memory": read_max_memory(max_memory)}
+    generator, generation = _prepare(arguments, generation_options)
     if prompt is not None:
         _stream(generator, prompt, generation, as_json=as_json)
         return
     assert prompts is not None and output is not None
-    _generate_file(generator, prompts, output, generation, as_json=as_json)
+    with generation_workers(generator, workers, arguments) as pool:
+        _generate_file(generator, prompts, output, generation, pool, as_json=as_json)
+
+
+def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, *, overwrite: bool) -> None:
+    """Raise RequestError unless there is one prompt, or a file of prompts that can be read and an output that can be written."""
+    from upshift.inference.generation.prompts import check_files
+
+    if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
+        raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
+    if prompts is not None and output is not None:
+        check_files(prompts, output, overwrite=overwrite)
+    elif overwrite:
+        raise RequestError("--overwrite is for --output, and the answer to --prompt is printed; leave --overwrite out")
 
 
 def _check_batch_options(given: Mapping[str, Any]) -> None:
-    """Raise RequestError for an option that the requests of a batch have themselves, or that a server's engine has not."""
-    for option_name, value in given.items():
-        if value is not None and value is not False and value != []:
+    """Raise RequestError for an option that the requests of a batch have themselves, or that a server's engine has not.
+
+    ``given``: the command's parameters."""
+    for name, option_name in NOT_OF_BATCHES.items():
+        value = given[name]
+        if value is not None and value is not False and value not in ([], "race"):
             raise RequestError(
                 f"{option_name} is not possible with --format {BATCH_FORM}, whose requests have their own options; leave it out"
             )
@@ -199,18 +223,16 @@ def _answer_batch(
     tables.out.print(f"{counts.total:,} answers in {output} ({new:,} now, {counts.failed:,} of them errors)")
 
 
-def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
+def _prepare(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
     """Return the generator and its checked options."""
     from upshift.inference.weights import find_weights
-    from upshift.loading.placement.memory_limits import read_max_memory
 
-    limits = read_max_memory(race_options["max_memory"])
-    find_weights(model)  # a wrong path is refused before libraries are imported
+    find_weights(arguments["model"])  # a wrong path is refused before libraries are imported
     with importing():
         from upshift.inference.generation.generator import Generator
 
     with tables.step("Reading the model"):
-        generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
+        generator = Generator(**arguments, on_run=run_printer("tokens/s"))
     return generator, generator.options(**options)
 
 
@@ -254,7 +276,7 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
     dim(f"{chosen.label()}; first text after {first_text_time - start:.1f} s with the race, loading included", tables.err)
 
 
-def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
+def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, workers: Any, *, as_json: bool) -> None:
     """Write the answers to all prompts of a file, and go on with those of an earlier, interrupted run."""
     from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
     from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
@@ -263,16 +285,17 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
         total, beyond = generator.check_prompts(read_prompts(prompts), options)
     with tables.step("Racing the installed engines on some of the prompts"):
         first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        generator.prepare([*generator.read(first_block, options), *beyond], options, total=total)
+        (workers or generator).prepare([*generator.read(first_block, options), *beyond], options, total=total)
     setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
     identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     num_tokens = 0
     start = time.perf_counter()
+    size = BLOCK_PROMPTS if workers is None else workers.block_size(total, BLOCK_PROMPTS)
     with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:
         num_resumed = answers.done
         update(num_resumed, total)
-        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=num_resumed):
-            completions = generator.complete(block, options, first=answers.done)
+        blocks = read_blocks(read_prompts(prompts), size=size, skip=num_resumed)
+        for block, completions in (workers or generator).complete_blocks(blocks, options, first=num_resumed):
             num_tokens += sum(len(completion.tokens) for completion in completions)
             answers.add(
                 {**prompt_record(prompt), **_answer_fields(completion)}

@@ -18,7 +18,7 @@ from upshift.cli.options import Overwrite, argument, command_line_options, optio
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.inference.engine_environment import read_arguments
-from upshift.launching import hosts, kubernetes, mpi, ray, server, slurm
+from upshift.launching import hosts, kubernetes, mpi, ray, server, slurm, vllm_server
 from upshift.launching.request import MAX_RESTARTS, OVERWRITES, RENDEZVOUS_PORT, Launch, current_folder
 
 FILES = {  # by launcher: the default of --output, and the command that submits the file
@@ -34,8 +34,11 @@ USED_BY = {  # the launchers that use an option, if not all do
     "cpus": ("slurm", "kubernetes", "mpi", "ray"), "port": ("hosts", "slurm", "mpi"),
     "name": ("hosts", "slurm", "kubernetes", "ray"), "max_restarts": ("hosts", "slurm", "kubernetes", "ray"),
 }  # fmt: skip
-SERVERS = ("slurm", "kubernetes")  # the launchers that start servers
-OF_TRAININGS = ("kind", "nproc", "max_restarts", "port")  # options that only trainings use
+SERVERS = ("slurm", "kubernetes", "ray")  # the launchers that start servers
+OF_TRAININGS = ("nproc", "max_restarts", "port")  # options that only trainings use
+GROUPS = "LeaderWorkerSet"  # the kind of object whose hosts share a model
+KINDS = (*kubernetes.KINDS, GROUPS)
+RAY_SERVE = ("upshift_serve.yaml", "serve deploy {}")  # as FILES, of a server
 OF_FIXED_SIZE = ("mpi", "ray")  # launchers whose jobs have a fixed number of hosts
 IMAGE_PYTHON = "python"  # the interpreter in a container
 
@@ -57,9 +60,10 @@ Kubernetes = Annotated[bool, option("--kubernetes", text="Write a job file for K
 Mpi = Annotated[bool, option("--mpi", text="Start the ranks with Open MPI, on --hosts or here.", panel=Panel.LAUNCHER)]
 Ray = Annotated[bool, option("--ray", text="Write a job file for Ray Train.", panel=Panel.LAUNCHER)]
 Kind = Annotated[
-    str,
+    str | None,
     option(
-        "--kind", text="With --kubernetes: the kind of the object", panel=Panel.JOB, metavar="NAME", choices=kubernetes.KINDS
+        "--kind", text="With --kubernetes: the kind of the object. A LeaderWorkerSet serves one model with several hosts",
+        panel=Panel.JOB, metavar="NAME", default="PyTorchJob, or a Deployment", choices=KINDS,
     ),
 ]  # fmt: skip
 Nodes = Annotated[
@@ -131,7 +135,7 @@ Output = Annotated[
 
 def command(
     context: typer.Context, train: Train = None, hosts_: Hosts = None, slurm_: Slurm = False, kubernetes_: Kubernetes = False,
-    mpi_: Mpi = False, ray_: Ray = False, kind: Kind = kubernetes.KINDS[0], nodes: Nodes = None, nproc: Nproc = None,
+    mpi_: Mpi = False, ray_: Ray = False, kind: Kind = None, nodes: Nodes = None, nproc: Nproc = None,
     cpus: Cpus = None, memory: Memory = None, gpus: Gpus = 0, max_restarts: MaxRestarts = MAX_RESTARTS, env: Env = None,
     image: Image = None, node_selector: NodeSelector = None, partition: Partition = None, hours: Hours = None,
     name: Name = "upshift", port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
@@ -148,10 +152,17 @@ def command(
         "node_selector": _pairs("--node-selector", node_selector),
     }  # fmt: skip
     if train and train[0] == "serve":
-        _check_serves(launcher, command_line_options(context), nodes)
-        text = _server_file(launcher, train, {**fields, "nodes": max_nodes}, hours=hours, partition=partition)
-        _write_or_print(text, launcher, output, dry_run=dry_run, overwrite=overwrite)
+        _check_serves(launcher, command_line_options(context), nodes, kind)
+        fields["nodes"] = max_nodes
+        if launcher == "ray" or kind == GROUPS:
+            text = _vllm_file(launcher, train, fields)
+        else:
+            text = _server_file(launcher, train, fields, hours=hours, partition=partition)
+        file = RAY_SERVE if launcher == "ray" else FILES[launcher]
+        _write_or_print(text, file, output, dry_run=dry_run, overwrite=overwrite)
         return
+    if kind == GROUPS:
+        raise RequestError(f"--kind {GROUPS} is for servers, and the command after -- is no serve; leave it out")
     if train and train[0] == "train":
         options = train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
         if options["overwrite"]:  # of the words, or of the file of --config
@@ -165,12 +176,12 @@ def command(
     )  # fmt: skip
     writers = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
-        "kubernetes": lambda: kubernetes.manifest(launch, kind),
+        "kubernetes": lambda: kubernetes.manifest(launch, kind or kubernetes.KINDS[0]),
         "mpi": lambda: mpi.mpi_script(launch),
         "ray": lambda: ray.ray_file(launch),
         "hosts": lambda: hosts.launch_script(launch),
     }
-    if _write_or_print(writers[launcher](), launcher, output, dry_run=dry_run, overwrite=overwrite):
+    if _write_or_print(writers[launcher](), FILES[launcher], output, dry_run=dry_run, overwrite=overwrite):
         return
     if launcher == "mpi":
         mpi.run(launch)
@@ -178,23 +189,26 @@ def command(
         hosts.run(launch)
 
 
-def _check_serves(launcher: str, options: Mapping[str, str], nodes: str | None) -> None:
+def _check_serves(launcher: str, options: Mapping[str, str], nodes: str | None, kind: str | None) -> None:
     """Raise RequestError for a launcher that starts no servers, and for options of a training."""
     if launcher not in SERVERS:
         raise RequestError(
-            f"--{launcher} starts trainings, and the command after -- is serve; use --slurm or --kubernetes, or start it on each "
-            "host"
+            f"--{launcher} starts trainings, and the command after -- is serve; use --slurm, --kubernetes or --ray, or start it "
+            "on each host"
         )
-    unused = next((options[name] for name in OF_TRAININGS if name in options), None)
+    of_trainings = (*OF_TRAININGS, "cpus") if launcher == "ray" else OF_TRAININGS
+    unused = next((options[name] for name in of_trainings if name in options), None)
     if unused is not None:
         raise RequestError(f"{unused} is for trainings, and the command after -- is serve; leave it out")
+    if kind in kubernetes.KINDS:
+        raise RequestError(f"--kind {kind} is for trainings, and the command after -- is serve; leave it out, or use {GROUPS}")
     if nodes is not None and ":" in nodes:
         raise RequestError(f"--nodes {nodes} is a range, and a server runs on a fixed number of hosts; give one number")
 
 
 def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hours: float | None, partition: str | None) -> str:
     """Return the file that starts servers. ``words``: the command after --. ``fields``: of the ServerJob."""
-    options = serve_command.parse(words[1:])  # a wrong option would stop the server only when it starts
+    options = serve_command.parse(words[1:]).params  # a wrong option would stop the server only when it starts
     engine_settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
     num_devices = read_arguments(engine_settings).ranks * (options["replicas"] or 1)
     in_image = launcher == "kubernetes"
@@ -206,9 +220,31 @@ def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hou
     return server.deployment(job) if in_image else server.sbatch_file(job, hours=hours, partition=partition)
 
 
-def _write_or_print(text: str, launcher: str, output: Path | None, *, dry_run: bool, overwrite: bool) -> bool:
-    """Print the text, or write it to the file of ``--output`` or of the launcher. Return whether either was done."""
-    default, submit = FILES[launcher]
+def _vllm_file(launcher: str, words: list[str], fields: dict[str, Any]) -> str:
+    """Return the file that starts vLLM's own server. ``words``: the command after --. ``fields``: of the VllmJob."""
+    context = serve_command.parse(words[1:])
+    options = context.params
+    vllm_server.check_taken(command_line_options(context), "--ray" if launcher == "ray" else f"--kind {GROUPS}")
+    if options["engine"] not in (None, "vllm"):
+        raise RequestError(f"--engine {options['engine']} is for upshift serve, and this starts vLLM's own server; leave it out")
+    settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
+    arguments = read_arguments(settings)
+    names = serve_command.models_by_name(options["models"])
+    if len(names) != 1:
+        raise RequestError(f"vLLM's own server has one model, and serve is given {len(names)}; write one launch for each")
+    ((served_name, model),) = names.items()
+    job = vllm_server.VllmJob(
+        model=model, served_name=served_name, port=options["port"], arguments=tuple(arguments.fixed.items()),
+        ranks=arguments.shards, python=IMAGE_PYTHON, **fields,
+    )  # fmt: skip
+    return vllm_server.serve_config(job) if launcher == "ray" else vllm_server.leader_worker_set(job)
+
+
+def _write_or_print(text: str, file: tuple[str | None, str], output: Path | None, *, dry_run: bool, overwrite: bool) -> bool:
+    """Print the text, or write it to the file of ``--output`` or of the launcher. Return whether either was done.
+
+    ``file``: the launcher's of FILES."""
+    default, submit = file
     path = output or (Path(default) if default else None)
     if dry_run:
         sys.stdout.write(text)

@@ -259,6 +259,16 @@ EngineSettings = Annotated[
         metavar="NAME=VALUE", default="Upshift's choice, or vLLM's",
     ),
 ]  # fmt: skip
+WorkerReplicas = Annotated[
+    int | None,
+    option(
+        "--replicas", text="Copies of the model that share the work, each on its part of the cores or on GPUs of its own.",
+        panel=Panel.ENGINES, metavar="N", default="1; with --ray one for each GPU or host", least=1,
+    ),
+]  # fmt: skip
+OnRay = Annotated[
+    bool, option("--ray", text="Run the copies on a Ray cluster: RAY_ADDRESS, or this machine.", panel=Panel.ENGINES)
+]
 Quality = Annotated[
     str,
     option(

@@ -231,11 +231,12 @@ def command(
     given = dict(locals())
     _check_prompts(prompts, prompt_length)
     _check_libraries()
+    from upshift.hardware.replicas import count_replicas
     from upshift.inference.engine_environment import choose_environment
     from upshift.serving.server import serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    names = _models_by_name(models)
+    names = models_by_name(models)
     requests = _engine_requests(names, given)
     request = next(iter(requests.values()))
     environment = choose_environment(engine, engine_python, request.engine_arguments)
@@ -245,7 +246,7 @@ def command(
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
-            requests, address, limits, replicas=_num_replicas(replicas, ranks),
+            requests, address, limits, replicas=count_replicas(replicas, devices=ranks),
             memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=_typed_for_texts(given),
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
@@ -344,12 +345,13 @@ def _typed_for_texts(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(option for name, option in FOR_TEXTS.items() if given[name] is not None)
 
 
-def parse(words: Sequence[str]) -> dict[str, Any]:
-    """Parse the words that follow ``upshift serve``. Return the options by name. Raise RequestError for wrong ones."""
+def parse(words: Sequence[str]) -> Any:
+    """Parse the words that follow ``upshift serve`` into a context of typer. Raise RequestError for wrong options.
+
+    The ``params`` of the result are the options by name."""
     app = typer.Typer(add_completion=False)
     app.command("serve", cls=HelpCommand)(command)
-    parsed: dict[str, Any] = typer.main.get_command(app).make_context("upshift serve", list(words)).params
-    return parsed
+    return typer.main.get_command(app).make_context("upshift serve", list(words))
 
 
 def _check_prompts(prompts: Path | None, prompt_length: int | None) -> None:
@@ -375,30 +377,7 @@ def _read_settings(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _num_replicas(requested: int | None, ranks: int) -> int:
-    """Return the number of replicas of each model: as requested, or as many as the GPUs allow, or without GPUs one a NUMA node.
-
-    Memory of another NUMA node is slower. ``ranks``: the devices of each replica. Raise RequestError for more replicas than the
-    GPUs, or the cores, allow."""
-    from upshift.hardware import detect
-
-    host = detect()
-    cores = host.cpu.usable_cores if host.cpu is not None else 1
-    devices = host.gpus_per_node or cores
-    limit = max(devices // ranks, 1)
-    if requested is not None and requested > limit:
-        unit = "GPUs" if host.gpus_per_node else "cores"
-        of_each = f", with {ranks} of them for each," if ranks > 1 else ""
-        raise RequestError(
-            f"--replicas {requested}{of_each} is more than the {devices} {unit} of this machine; ask for at most {limit}"
-        )
-    if host.gpus_per_node:
-        return requested or limit
-    nodes = host.cpu.numa_nodes if host.cpu is not None and host.cpu.numa_nodes else 1
-    return requested or min(nodes, limit)
-
-
-def _models_by_name(models: list[str]) -> dict[str, str]:
+def models_by_name(models: list[str]) -> dict[str, str]:
     """Return the models by the names that clients use: NAME of NAME=MODEL, else that of the directory, or MODEL itself.
 
     An existing directory is never split, since its path may have an equals sign."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from upshift.debugging.finding import Finding, error, ok
 from upshift.errors import RequestError
@@ -44,6 +44,25 @@ class EngineArguments(Value):
     enable_prefix_caching: bool | None = None
     enforce_eager: bool | None = None
     speculative_config: str | None = Field(None, description="how vLLM guesses tokens, as JSON: method, model and others")
+
+    @field_validator("speculative_config")
+    @classmethod
+    def _check_speculation(cls, text: str | None) -> str | None:
+        if text is not None:
+            try:
+                is_object = isinstance(json.loads(text), dict)
+            except ValueError:
+                is_object = False
+            if not is_object:
+                example = '{"method": "ngram", "num_speculative_tokens": 4}'
+                raise RequestError(f"speculative_config={text} is no JSON object; write one, such as '{example}'")
+        return text
+
+    @property
+    def draft(self) -> str | None:
+        """Return the draft model that ``speculative_config`` names, or None. Heads such as EAGLE's are no draft models."""
+        config = json.loads(self.speculative_config or "{}")
+        return config.get("model") if config.get("method", "draft_model") == "draft_model" else None
 
     @property
     def fixed(self) -> dict[str, Any]:

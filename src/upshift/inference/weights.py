@@ -67,7 +67,10 @@ def check_requested_engine(
     if stored is not None:
         stored = check_engine(task, stored, source, host)
     if stored is not None and requested not in (None, stored):
-        raise RequestError(f"the weights of {source.reference!r} are stored for {stored}; --engine {engine} cannot load them")
+        raise RequestError(
+            f"the weights of {source.reference!r} are stored for {stored}; --engine {engine} cannot load them: leave it out, or "
+            "give the model that they were made from"
+        )
     return requested
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
@@ -26,6 +26,7 @@ _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 class HostJob(Value):
     """The size of the hosts of a job, and what the job's file says of them."""
 
+    image_has: ClassVar[str] = "upshift"
     name: str = "upshift"
     cpus: int | None = None  # CPUs of one host; the next two fields are of one host, too
     memory: str | None = None  # as Kubernetes writes it: 64Gi
@@ -56,13 +57,16 @@ class HostJob(Value):
     @property
     def container(self) -> str:
         """Return the image of a pod. Raise RequestError without one, or without the size of the pod."""
-        if self.image is None:
+        needed = {
+            f"--image IMAGE, a container image with {self.image_has} in it, such as example.com/image:1": self.image,
+            "--cpus N": self.cpus,
+            "--memory AMOUNT, as in 64Gi": self.memory,
+        }
+        missing = [words for words, value in needed.items() if value is None]
+        if missing or self.image is None:
             raise RequestError(
-                "--kubernetes needs --image IMAGE: a container image with upshift in it, such as example.com/upshift:1"
+                f"--kubernetes needs {'; and '.join(missing)}; cpus and memory are the pod's requests and limits, and so its own"
             )
-        if self.cpus is None or self.memory is None:
-            missing = "--cpus N" if self.cpus is None else "--memory AMOUNT, as in 64Gi"
-            raise RequestError(f"--kubernetes needs {missing}, of a node: they are the pod's requests and limits, and so its own")
         return self.image
 
 

@@ -7,15 +7,18 @@ missing and unexpected weights. Its ``from_pretrained`` loads models whose files
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.detect import detect
@@ -30,6 +33,8 @@ from upshift.loading.placement.apply import PlacementOptions, check_not_quantize
 from upshift.loading.placement.place import Placement
 from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
+
+logger = logging.getLogger(__name__)
 
 Quantized = Literal["int8", "int4"]
 QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of Upshift
@@ -143,6 +148,7 @@ def _load_quantized(
 
     Only transformers and the quantization's library know the layout of scales and codes, for each of about twenty methods."""
     assert source.directory is not None
+    method = check_quantization_method(source)
     total_bytes = 0 if progress is None else sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
     if progress is not None:
         progress(0, total_bytes)
@@ -150,15 +156,40 @@ def _load_quantized(
         loaded: Any = model_class.from_pretrained(  # returns (model, loading information), unlike its annotation
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
-    except ImportError as error:
-        raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
+    except RequestError:
+        raise
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:  # a library, a GPU, or a field of the config is missing
+        raise RequestError(f"{source.reference!r} ({method}) does not load: {' '.join(str(error).split())}") from None
     model: PreTrainedModel
     model, loading_info = loaded
+    if getattr(model, "hf_quantizer", None) is None:
+        computed = str(model.dtype).removeprefix("torch.")
+        text = "the weights of %r are stored in %s and computed in %s: transformers has no kernels for %s on this device"
+        logger.warning(text, source.reference, method, computed, method)
     if progress is not None:
         progress(total_bytes, total_bytes)
     if not allow_missing:
         check_missing(set(loading_info["missing_keys"]), model, source)
     return model
+
+
+def check_quantization_method(source: ModelSource) -> str:
+    """Return the method of quantized weights, such as gptq. Raise RequestError for one that transformers does not know.
+
+    transformers only warns of an unknown method, and reads codes as if they were weights."""
+    stored: Any = source.config["quantization_config"]
+    method = stored.get("quant_method") or ("bitsandbytes" if stored.get("load_in_4bit") or stored.get("load_in_8bit") else None)
+    if method is None:
+        raise RequestError(
+            f"quantization_config of {source.reference!r} has no quant_method, so that its weights cannot be read; add it to "
+            "config.json, such as gptq"
+        )
+    if not AutoHfQuantizer.supports_quant_method({**stored, "quant_method": method}):
+        raise RequestError(
+            f"the weights of {source.reference!r} are quantized with {method!r}, which transformers {version('transformers')} "
+            "does not know; install a newer one, or give the model that it was made from"
+        )
+    return str(method)
 
 
 def place_source(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
 from upshift.launching.server import ServerJob
 from upshift.launching.server import deployment as server_deployment
+from upshift.launching.vllm_server import VllmJob, leader_worker_set, serve_config
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -236,6 +238,49 @@ def test_a_server_is_what_kubernetes_takes() -> None:
     container["startupProbe"]["path"] = "/"
     with pytest.raises(AssertionError, match="path"):
         check_object(deployment, "V1Deployment", models)
+
+
+def test_a_leader_worker_set_is_what_its_controller_takes() -> None:
+    """Its own fields are those of LeaderWorkerSetSpec and LeaderWorkerTemplate; the pods are those of Kubernetes."""
+    yaml = pytest.importorskip("yaml")
+    models = pytest.importorskip("kubernetes.client", reason="no kubernetes client here").models
+    job = VllmJob(
+        model="m", served_name="m", port=8000, ranks=16, nodes=4, gpus=8, cpus=16, memory="64Gi", image="i",
+        environment=(("A", "b c"),), node_selector=(("pool", "fast"),), arguments=(("tensor_parallel_size", 16),),
+    )  # fmt: skip
+    groups, service = yaml.safe_load_all(leader_worker_set(job))
+    assert (groups["apiVersion"], groups["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    template = groups["spec"].pop("leaderWorkerTemplate")
+    assert groups["spec"] == {"replicas": 2} and set(groups) == {"apiVersion", "kind", "metadata", "spec"}
+    pods = [template.pop("leaderTemplate"), template.pop("workerTemplate")]
+    assert template == {"size": 2, "restartPolicy": "RecreateGroupOnPodRestart"}
+    for pod in pods:
+        check_object(pod, "V1PodTemplateSpec", models)
+    check_object(service, "V1Service", models)
+    assert service["spec"]["selector"] == pods[0]["metadata"]["labels"] != pods[1]["metadata"]["labels"]
+
+
+def test_an_application_of_ray_serve_is_what_ray_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("ray", reason="no ray here")
+    for name in ("grpc_reflection", "grpc_reflection.v1alpha", "grpc_reflection.v1alpha.reflection"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # of servers: the schema does not use it
+    sys.modules["grpc_reflection.v1alpha"].reflection = ModuleType("reflection")  # type: ignore[attr-defined]
+    from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+    from ray.serve.schema import ServeDeploySchema
+
+    job = VllmJob(
+        model="org/m", served_name="m", port=9000, ranks=4, nodes=2, gpus=8, environment=(("A", "b c"),),
+        arguments=(("tensor_parallel_size", 4), ("dtype", "bfloat16")),
+    )  # fmt: skip
+    document = yaml.safe_load(serve_config(job))
+    (application,) = ServeDeploySchema.model_validate(document).applications
+    assert application.import_path == "ray.serve.llm:build_openai_app" and list(application.args) == ["llm_configs"]
+    (config,) = (LLMConfig.model_validate(fields) for fields in application.args["llm_configs"])
+    assert config.model_id == "m" and config.engine_kwargs == {"tensor_parallel_size": 4, "dtype": "bfloat16"}
+    assert config.deployment_config["num_replicas"] == 4 and config.runtime_env == {"env_vars": {"A": "b c"}}
+    with pytest.raises(ValueError, match="engine_words"):
+        LLMConfig.model_validate({**application.args["llm_configs"][0], "engine_words": "x"})
 
 
 def check_object(value: Any, kind: str, models: Any) -> None:

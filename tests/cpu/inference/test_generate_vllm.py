@@ -135,6 +135,8 @@ def test_what_the_user_fixes_replaces_what_the_setup_says(pretended: Pretended, 
         ({"max_model_len": 65}, "more than the 64 positions"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"dtype": "int3"}, "dtype"),
+        ({"speculative_config": "ngram"}, "is no JSON object"),
+        ({"speculative_config": {"model": "no-such-draft", "num_speculative_tokens": 2}}, "no-such-draft"),
         ({"block_sizes": 3}, "use one of dtype, tensor_parallel_size"),
     ],
 )

@@ -356,3 +356,46 @@ def test_memory_of_loading_two_gigabytes(tmp_path):
     assert total > 1.9e9
     assert same["load anonymous"] < 0.05 * total and same["anonymous"] < 0.05 * total and same["resident"] < 1.05 * total
     assert converted["load resident"] < 1.05 * total / 2 and converted["resident"] < 1.08 * total / 2
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ({"quant_method": "sparser"}, "which transformers"),
+        ({"bits": 4}, "has no quant_method"),
+        ({"quant_method": "gptq"}, "gptq"),
+    ],
+)
+def test_quantized_weights_that_nothing_here_reads_are_one_line(tmp_path: Path, stored: dict[str, object], text: str) -> None:
+    """transformers itself only warns of an unknown method, and reads the codes as weights."""
+    save_quantized(tmp_path, stored)
+    with pytest.raises(RequestError, match=text) as refused:
+        load_model(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp8")
+def test_weights_in_fp8_are_said_to_be_computed_wider(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = save_quantized(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]})
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights |= {key: tensor.to(torch.float8_e4m3fn) for key, tensor in weights.items() if key.endswith("proj.weight")}
+    scales = {f"{key}_scale_inv": torch.full(_blocks(tensor), 2.0) for key, tensor in weights.items() if "proj" in key}
+    save_file({**weights, **scales}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(str(tmp_path))
+    assert torch.equal(model.get_parameter(name).float(), 2.0 * weights[name].float())
+    assert "are stored in fp8 and computed in float32" in caplog.text
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[int, int]:
+    return -(-tensor.shape[0] // 16), -(-tensor.shape[1] // 16)
+
+
+def save_quantized(folder: Path, stored: dict[str, object]) -> dict[str, torch.Tensor]:
+    """Save a tiny model whose config says that its weights are quantized. Return the weights."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": stored}))
+    return load_file(folder / "model.safetensors")

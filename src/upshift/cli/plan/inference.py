@@ -89,6 +89,12 @@ def run(
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
         return
     _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
+    stored = source.config.get("quantization_config")
+    if stored:
+        tables.dim(
+            f"{model} is stored with {stored.get('quant_method', 'a quantization')}. The plans count the weights as they were "
+            "before, in the precision of the table"
+        )
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
@@ -142,7 +148,10 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
     shards = plan.tensor_parallel * plan.pipeline_parallel
     if shards > devices:
         hosts = -(-shards // devices)
-        tables.dim(f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command")
+        tables.dim(
+            f"upshift serve keeps each replica within a host, and this plan divides it over {hosts}: use vLLM's command, or "
+            "upshift launch --kubernetes --kind LeaderWorkerSet"
+        )
         return
     replicas = plan.replicas // host.num_nodes or 1  # on a host
     fixed = {name: value for name, value in arguments.items() if name != "data_parallel_size"}

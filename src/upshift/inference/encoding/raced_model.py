@@ -119,19 +119,27 @@ class RacedModel(ABC):
         """Return the engine as ``prepare`` does, for ``total`` texts that need not be in memory.
 
         ``take`` returns a given number of them, evenly spread from the first to the last."""
-        if self._encoding is not None:
-            return self._encoding
+        if self._encoding is None:
+            self.prepare_sample(self.take_sample(take, total), total)
+        assert self._encoding is not None
+        return self._encoding
+
+    def prepare_sample(self, sample: list[list[int]], total: int, *, result: Race | None = None) -> Race:
+        """Return the result of the race on a sample of ``total`` texts, or of an earlier race. Load the winner.
+
+        ``result`` is that of a race in another process, and then nothing is raced here."""
+        self.race = result or self._run_race(sample, total)
+        self._encoding = Encoding(self.source, self.config, self.race.chosen, sample, pad=self.tokenizer.pad)
+        return self.race
+
+    def _run_race(self, sample: list[list[int]], total: int) -> Race:
         pad = self.tokenizer.pad
         hint: Hint = "latency" if self.limits else "throughput"
         batches = self._race_batches()
-        is_wide = self.config.output == "sparse vectors"  # rows of the vocabulary's size: more texts would fill the memory
-        sample = self._sample(take, total, 0 if self.limits or is_wide else SAMPLE_BATCHES * batches[-1])
         contest = Contest(task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint)
         forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
         policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
-        self.race = race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)
-        self._encoding = Encoding(self.source, self.config, self.race.chosen, sample, pad=pad)
-        return self._encoding
+        return race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)
 
     def _race_batches(self) -> tuple[int, ...]:
         """Return the batches to race, in tokens."""
@@ -141,8 +149,12 @@ class RacedModel(ABC):
             return LATENCY_BATCHES
         return CPU_BATCHES if self.host.device == "cpu" else GPU_BATCHES
 
-    def _sample(self, take: Callable[[int], Sequence[Item]], total: int, min_tokens: int) -> list[list[int]]:
-        """Return the token ids of SAMPLE_TEXTS texts, or of as many texts as have ``min_tokens`` tokens."""
+    def take_sample(self, take: Callable[[int], Sequence[Item]], total: int) -> list[list[int]]:
+        """Return the token ids of SAMPLE_TEXTS texts, or of as many texts as fill SAMPLE_BATCHES batches.
+
+        ``take`` returns a given number of the ``total`` texts, evenly spread from the first to the last."""
+        is_wide = self.config.output == "sparse vectors"  # rows of the vocabulary's size: more texts would fill the memory
+        min_tokens = 0 if self.limits or is_wide else SAMPLE_BATCHES * self._race_batches()[-1]
         sample = self.tokenizer.tokenize(take(SAMPLE_TEXTS))
         needed = math.ceil(len(sample) * min_tokens / max(sum(map(len, sample)), 1))
         if needed > len(sample) < total:

@@ -24,20 +24,20 @@ ENGINES = ("torch", "vllm")  # that check guesses of a model
 GUESSED_TOKENS = 5  # transformers guesses up to 20 and adapts; the rate decides here whether to guess at all
 
 
-def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | None) -> ModelSource:
+def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | None, *, option: str = "--draft") -> ModelSource:
     """Return the source of a draft model. Raise RequestError if it cannot guess for the model of ``source``.
 
-    ``tokenizer``: of that model. ``engine``: the only engine to use."""
+    ``tokenizer``: of that model. ``engine``: the only engine to use. ``option``: what names the draft model."""
     if engine not in ENGINES:
-        raise RequestError(f"--draft {model} is for --engine torch and --engine vllm, and --engine is {engine}; add one of them")
+        raise RequestError(f"{option} {model} is for --engine torch and --engine vllm, and --engine is {engine}; add one of them")
     if generation_task(source) != "generate":
-        raise RequestError(f"--draft {model} continues texts, and {source.reference!r} is an encoder-decoder; leave it out")
+        raise RequestError(f"{option} {model} continues texts, and {source.reference!r} is an encoder-decoder; leave it out")
     draft = find_weights(model)
     if generation_task(draft) != "generate":
-        raise RequestError(f"--draft {model} is no causal language model; give a smaller one of the same family")
+        raise RequestError(f"{option} {model} is no causal language model; give a smaller one of the same family")
     if Prompts(draft).tokenizer.get_vocab() != tokenizer.get_vocab():
         raise RequestError(
-            f"--draft {model} has other tokens than {source.reference!r}, so that its guesses mean other texts; give a smaller "
+            f"{option} {model} has other tokens than {source.reference!r}, so that its guesses mean other texts; give a smaller "
             "model of the same family"
         )
     return draft

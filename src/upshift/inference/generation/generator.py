@@ -133,6 +133,9 @@ class Generator:
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self._draft = None if draft is None else self._find_draft(draft)
+        if draft is None and self._environment is not None and self._environment.arguments.draft is not None:
+            option = "--engine-set speculative_config: the model"
+            find_draft(self._environment.arguments.draft, self.source, self.prompts.tokenizer, "vllm", option=option)
         self.race: Race | None = None
         self._defaults = read_defaults(self.source)
         self._positions = positions_of(self.source)
@@ -188,6 +191,14 @@ class Generator:
                 completions[sequence.index] = Completion(text, sequence.tokens, len(sequence.prompt), sequence.ending)
         return [completions[first + number] for number in range(len(prompt_ids))]
 
+    def complete_blocks(
+        self, blocks: Iterable[list[Prompt]], options: GenerationOptions, *, first: int
+    ) -> Iterator[tuple[list[Prompt], list[Completion]]]:
+        """Yield each block of prompts with its completions. ``first`` is the index of the first prompt."""
+        for block in blocks:
+            yield block, self.complete(block, options, first=first)
+            first += len(block)
+
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yield the text of one prompt, piece by piece."""
         return self.pieces(prompt, self.options(**options))
@@ -206,13 +217,17 @@ class Generator:
                 context_start = shown
                 shown = len(tokens)
 
-    def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
+    def prepare(
+        self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None, result: Race | None = None
+    ) -> Race:
         """Return the result of the race on some of the first call's prompts, or of an earlier race. Load the winner.
 
-        Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them."""
+        Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them. ``result`` is that
+        of a race in another process, and then nothing is raced here."""
         options = self.limit_options(max(ids, key=len), options)
         if any(map(_has_inputs, ids)):
             self._take_transformers()
+        self.race = result or self.race
         chosen_engine = self._engine if self.race is None else self.race.chosen.engine
         if chosen_engine not in (None, LONG_TEXT_ENGINE) and any(map(self._is_beyond, ids)):
             raise RequestError(

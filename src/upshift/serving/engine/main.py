@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, TextIO
 
 from upshift.errors import EngineEnded, RequestError, UpshiftError
-from upshift.hardware import detect
-from upshift.hardware.cpu_affinity import bind_process
+from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
 from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Heartbeat, Ready, Refused
-from upshift.settings import quiet_libraries, take_gpus, wait_briefly
+from upshift.settings import quiet_libraries, wait_briefly
 from upshift.value import Value
 
 OPENAI_FIELDS = {  # by the names of the options of generation that an error may have
@@ -39,7 +38,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     request = EngineRequest.from_json(sys.stdin.readline(), origin="the engine's request")
     if request.replicas > 1:
-        _take_share(request)
+        take_share(request.replica, request.replicas, devices=read_arguments(request.engine_arguments).ranks)
 
     server_texts = [request.model]  # that no client may see
 
@@ -67,15 +66,6 @@ def main() -> None:
         os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
     except UpshiftError as error:
         send([Failed(why=str(error), exit_code=error.exit_code)])
-
-
-def _take_share(request: EngineRequest) -> None:
-    """Take the replica's share of the cores, or GPUs of its own, before any library asks for the devices."""
-    if detect().gpus_per_node:
-        count = read_arguments(request.engine_arguments).ranks
-        take_gpus(range(request.replica * count, (request.replica + 1) * count))
-    else:
-        bind_process(request.replica, request.replicas)
 
 
 def _select_engine(source: Any, request: EngineRequest) -> Any:

@@ -1,0 +1,217 @@
+"""Texts that several workers share: rows in order, each exactly once, whichever worker dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from decimal import Context, Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from command import Command
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from upshift.errors import JobFailed, RequestError
+from upshift.inference import registry
+from upshift.inference.resumable_output import UnfinishedLines
+from upshift.inference.workers import text_workers
+from upshift.inference.workers.dispatcher import Answer, Dispatcher, Job, Task
+from upshift.inference.workers.process_pool import ProcessPool
+from upshift.inference.workers.ray_pool import RayPool
+from upshift.inference.workers.worker import Worker
+
+ROOTS = Job("decimal:Context", {"prec": 9})
+TASKS = [Task("sqrt", (Decimal(number),)) for number in range(40)]
+EXPECTED = [Context(prec=9).sqrt(Decimal(number)) for number in range(40)]
+
+
+class OwnPool:
+    """Workers in this process. ``script`` chooses who answers next, and who dies: a number below 0."""
+
+    def __init__(self, job: Job, size: int, *, script: Iterator[int] | None = None, devices: int = 1) -> None:
+        self.size = size
+        self.job = job
+        self.script = script if script is not None else iter(())
+        self.workers = [Worker(job) for _ in range(size)]
+        self.given: dict[int, Task] = {}
+        self.most_given = 0
+
+    def send(self, worker: int, task: Task) -> None:
+        assert worker not in self.given
+        self.given[worker] = task
+
+    def receive(self) -> tuple[int, Answer | None]:
+        choice = next(self.script, 0)
+        worker = sorted(self.given)[choice % len(self.given)]
+        task = self.given.pop(worker)
+        return worker, None if choice < 0 else self.workers[worker].compute(task)
+
+    def restart(self, worker: int) -> str:
+        self.workers[worker] = Worker(self.job)
+        return "signal 9"
+
+    def close(self) -> None: ...
+
+
+@given(size=st.integers(1, 4), script=st.lists(st.integers(0, 9)), deaths=st.sets(st.integers(0, 20), max_size=2))
+def test_results_come_in_order_and_once_in_any_order_of_answers_and_deaths(
+    size: int, script: list[int], deaths: set[int]
+) -> None:
+    choices = [-1 - choice if place in deaths else choice for place, choice in enumerate(script)]
+    pool = OwnPool(ROOTS, size, script=iter(choices))
+    dispatcher = Dispatcher(pool)
+    begun = []
+
+    def tasks() -> Iterator[Task]:
+        for task in TASKS:
+            begun.append(task)
+            yield task
+
+    dispatcher.set_up(Task("clear_flags"))
+    results = []
+    for result in dispatcher.in_order(tasks()):
+        results.append(result)
+        assert len(begun) - len(results) <= 3 * size  # what waits in memory is bounded
+    assert results == EXPECTED
+
+
+def test_a_task_that_kills_its_workers_and_one_that_fails_end_the_work() -> None:
+    with pytest.raises(JobFailed, match="worker 1 of 2 ended 3 times at the same work, last with signal 9"):
+        list(Dispatcher(OwnPool(ROOTS, 2, script=iter([0, -2, -2, -2]))).in_order(TASKS))
+    with pytest.raises(JobFailed, match="a worker failed: AttributeError"):
+        Dispatcher(OwnPool(ROOTS, 1)).ask(Task("no_such_method"))
+    refused = Job("upshift.inference.generation.generator:Generator", {"model": "no model", "engine": "llama"})
+    with pytest.raises(RequestError, match="no model"):
+        Dispatcher(OwnPool(refused, 1)).ask(Task("options"))
+
+
+def check_pool_survives_a_kill(pool: ProcessPool | RayPool) -> None:
+    results = Dispatcher(pool).in_order(TASKS)
+    first = next(results)
+    before = list(pool.pids)
+    os.kill(before[1], signal.SIGKILL)
+    assert [first, *results] == EXPECTED
+    assert pool.pids[0] == before[0] and len({*pool.pids, before[1]}) == 3
+
+
+def test_a_killed_process_is_started_again_and_its_texts_computed_again() -> None:
+    pool = ProcessPool(ROOTS, 2)
+    try:
+        check_pool_survives_a_kill(pool)
+        (cores, _) = (os.sched_getaffinity(pid) for pid in pool.pids)
+    finally:
+        pool.close()
+    assert len(cores) < len(os.sched_getaffinity(0)) or len(os.sched_getaffinity(0)) == 1
+    for pid in pool.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_killed_actor_of_a_ray_cluster_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        pool = RayPool(ROOTS, 2)
+        check_pool_survives_a_kill(pool)
+        pool.close()
+        with pytest.raises(RequestError, match="--replicas 3 is more than the Ray cluster has room for"):
+            RayPool(ROOTS, 3)
+    finally:
+        ray.shutdown()
+
+
+def save(folder: Path, model: transformers.PreTrainedModel) -> str:
+    alphabet = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    factories = {
+        "encode": registry.EngineFactory("torch_engine:TorchEngine", ("fp32",)),
+        "generate": registry.EngineFactory("torch_decoder:TorchDecoder", ("fp32",)),
+    }
+    monkeypatch.setattr(registry, "ENGINES", {"torch": registry.ENGINES["torch"]._replace(factories=factories)})
+
+
+SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of 200 texts, for which workers are in this process."""
+    monkeypatch.setattr(text_workers, "ProcessPool", OwnPool)
+    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas)
+    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas)
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"text {'x' * (number % 7)} {number}\n" for number in range(200)))
+    return path
+
+
+def test_replicas_write_the_answers_of_one_process_and_go_on_after_a_stop(
+    texts: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, initializer_range=0.3)
+    model = save(tmp_path / "model", transformers.LlamaForCausalLM(config))
+    ask = ("generate", model, "--prompts", texts, "--engine", "torch", "--max-new-tokens", 3, "--set", "do_sample=true")
+    alone = upshift(*ask, "--output", tmp_path / "alone.jsonl")
+    assert alone.code == 0, alone.err
+    add = UnfinishedLines.add
+
+    def stop_later(lines: UnfinishedLines, added: Iterator[dict[str, object]]) -> None:
+        if lines.done:
+            raise JobFailed("stopped")
+        add(lines, added)
+
+    output = tmp_path / "shared.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedLines, "add", stop_later)
+        assert upshift(*ask, "--output", output, "--replicas", 2).code == 1
+    assert len((tmp_path / "shared.jsonl.partial").read_text().splitlines()) == 32
+    again = upshift(*ask, "--output", output, "--replicas", 2)
+    assert again.code == 0 and "(168 now" in again.out, again.err
+    assert output.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+def test_replicas_write_the_rows_of_one_process(texts: Path, upshift: Command, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, initializer_range=0.3)
+    model = save(tmp_path / "model", transformers.BertModel(config))
+    ask = ("encode", model, "--input", texts, "--engine", "torch")
+    for name, options in {"alone": (), "shared": ("--replicas", 3)}.items():
+        answer = upshift(*ask, "--output", tmp_path / f"{name}.npy", *options)
+        assert answer.code == 0, answer.err
+    alone, shared = (np.load(tmp_path / f"{name}.npy") for name in ("alone", "shared"))
+    assert alone.shape == (200, 32) and np.abs(alone - shared).max() < 1e-5
+
+
+def test_workers_that_are_not_possible_are_one_line(texts: Path, upshift: Command, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1)
+    model = save(tmp_path / "model", transformers.LlamaForCausalLM(config))
+    output = tmp_path / "out.jsonl"
+    file = ("--prompts", texts, "--output", output)
+    wrong = {
+        "--ray shares the texts of a file": ("--prompt", "a", "--ray"),
+        "--replicas shares the texts of a file": (*file, "--replicas", 2, "--backend", "xla"),
+        "--replicas is not possible with --format": (*file, "--replicas", 2, "--format", "openai-batch"),
+        "--replicas 0": (*file, "--replicas", 0),
+        "ask for at most": (*file, "--replicas", 3, "--max-memory", "cpu=20KiB"),
+    }  # fmt: skip
+    for text, options in wrong.items():
+        answer = upshift("generate", model, *options)
+        (line,) = (line for line in answer.err.splitlines() if line.startswith("upshift:"))
+        assert answer.code in (2, 3) and text in line and "Traceback" not in answer.err, answer.err
