@@ -39,7 +39,7 @@ from upshift.cli.options import (
     with_layout_flags,
 )
 from upshift.cli.plan import inference as plan_inference
-from upshift.cli.plan import questions
+from upshift.cli.plan import questions, ranking
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
@@ -237,23 +237,21 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
-    tables.out.print(tables.subject_line(planning.profile.architecture, host, size))
+    tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
         tables.dim(f"Between nodes: {network}")
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
-    tables.out.print(tables.plans_table(planning, rows=rows))
+    ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
-    tables.out.print(tables.time_line(best), highlight=False)
-    tables.out.print(tables.memory_table(planning, best))
-    tables.out.print(tables.reasons_table(planning))
-    rejected = tables.rejected_table(planning)
-    if rejected is not None:
-        tables.out.print(rejected)
+    tables.out.print(ranking.time_line(best), highlight=False)
+    tables.out.print(ranking.memory_table(planning, best))
+    tables.out.print(ranking.reasons_table(planning))
+    ranking.print_rejected(planning.ranking.rejected)
     tables.out.print(unknown_memory(host) or planning.shadow_price)
-    for line in tables.uncertainty_lines(numbers):
+    for line in ranking.uncertainty_lines(numbers):
         tables.dim(line)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
         for reason in planning.job_memory.describe_problems(candidate):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import option
+from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
+from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import InferenceWorkload
+from upshift.planning.inference.plan import CHOICE_KINDS, InferenceWorkload
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
@@ -98,17 +102,15 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     if workload.task == "generate":
         lengths += f" + {workload.output_length}"
     concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
-    tables.out.print(tables.subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
-    tables.out.print(_plans_table(planning, rows=rows))
+    tables.out.print(subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
+    _print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
     tables.out.print(_memory_table(numbers))
     tables.out.print(_reasons_table(planning))
-    rejected = _rejected_table(planning)
-    if rejected is not None:
-        tables.out.print(rejected)
+    print_rejected(planning.ranking.rejected)
     if workload.task == "generate":
         _print_vllm_command(planning)
     expected_error = "the error for such devices is unknown"
@@ -158,24 +160,46 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
     tables.out.print(f"By Upshift: upshift {serve}", soft_wrap=True, highlight=False)
 
 
-def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
+def _print_plans(planning: InferencePlanning, *, rows: int) -> None:
+    """Print the best plans in columns, one row for plans with the same numbers."""
     ranking = planning.ranking
-    title = tables.plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
-    wide = tables.out.width >= 110
-    columns = ("tok/s", "per device", *(("req/s",) if wide else ()), "TTFT ms", "TPOT ms", "GiB")
-    table = tables.new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
-    table.padding = (0, 0)
-    table.columns[1].min_width = tables.PLAN_WIDTH
-    for index, candidate in enumerate(ranking.candidates[:rows], start=1):
+    title = plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
+    tables.out.print(Text(title, "bold"))
+    shown: list[Row] = []
+    compared: list[InferenceNumbers] = []
+    for rank, candidate in enumerate(ranking.candidates, start=1):
         numbers = planning.numbers(candidate)
-        table.add_row(
-            str(index), candidate.plan.label(), *([numbers.binding_term] if wide else []),
-            tables.number(numbers.tokens_per_second),
-            tables.number(numbers.tokens_per_second_per_device),
-            *([tables.number(numbers.requests_per_second, 2)] if wide else []), tables.number(numbers.ttft_ms, 1),
-            "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1), tables.gib(numbers.peak_gib),
-        )  # fmt: skip
-    return table
+        alike = next((index for index, first in enumerate(compared) if _is_alike(numbers, first)), None)
+        if alike is not None:
+            shown[alike] = replace(shown[alike], num_alike=shown[alike].num_alike + 1)
+        elif len(shown) < rows:
+            shown.append(Row(str(rank), choices_by_kind(candidate.plan.choices()), _number_cells(numbers)))
+            compared.append(numbers)
+        elif not _is_close(numbers.tokens_per_second, compared[-1].tokens_per_second):
+            break  # slower than every row: no later plan is alike
+    important = ("tok/s", "TPOT ms", "TTFT ms", "GiB", "per device", "req/s", "bound by")
+    print_rows(shown, CHOICE_KINDS, priority=important)
+
+
+def _is_alike(numbers: InferenceNumbers, first: InferenceNumbers) -> bool:
+    names = ("tokens_per_second", "ttft_ms", "tpot_ms", "peak_gib")
+    return all(_is_close(getattr(numbers, name) or 0.0, getattr(first, name) or 0.0) for name in names)
+
+
+def _is_close(value: float, reference: float) -> bool:
+    return abs(value - reference) <= SAME * reference
+
+
+def _number_cells(numbers: InferenceNumbers) -> dict[str, str]:
+    return {
+        "bound by": numbers.binding_term,
+        "tok/s": tables.number(numbers.tokens_per_second),
+        "per device": tables.number(numbers.tokens_per_second_per_device),
+        "req/s": tables.number(numbers.requests_per_second, 2),
+        "TTFT ms": tables.number(numbers.ttft_ms, 1),
+        "TPOT ms": "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1),
+        "GiB": tables.gib(numbers.peak_gib),
+    }
 
 
 def _time_line(numbers: InferenceNumbers) -> str:
@@ -202,14 +226,4 @@ def _reasons_table(planning: InferencePlanning) -> Table:
     table = tables.new_table("Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost")
     for reason in planning.reasons:
         table.add_row(reason.choice, reason.value, reason.runner_up, reason.runner_up_cost)
-    return table
-
-
-def _rejected_table(planning: InferencePlanning, *, rows: int = 4) -> Table | None:
-    rejected = planning.ranking.rejected
-    if not rejected:
-        return None
-    table = tables.new_table("Some of the rejected", "plan", "why")
-    for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
-        table.add_row(entry.plan.label(), entry.reason)
     return table
