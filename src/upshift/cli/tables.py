@@ -107,9 +107,9 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
     return table
 
 
-def wrap_items(items: list[str], width: int, separator: str = ", ") -> str:
-    """Join the items in lines of at most ``width`` characters. A line breaks between items only."""
-    unbroken = f"{separator.rstrip().replace(' ', NO_BREAK)} ".join(item.replace(" ", NO_BREAK) for item in items)
+def wrap_items(items: list[str], width: int) -> str:
+    """Join the items with commas in lines of at most ``width`` characters. A line breaks between items only."""
+    unbroken = ", ".join(item.replace(" ", NO_BREAK) for item in items)
     lines = textwrap.wrap(unbroken, width=width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace(NO_BREAK, " ")
 
