@@ -38,8 +38,8 @@ from upshift.cli.options import (
     with_adapter_options,
     with_layout_flags,
 )
+from upshift.cli.plan import exchange, questions, ranking
 from upshift.cli.plan import inference as plan_inference
-from upshift.cli.plan import questions, ranking
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
@@ -119,24 +119,27 @@ def command(
     max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
-    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = None, html: Html = None, as_json: Json = False,
+    lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
+    rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
-    fixed = tuple(set_ or ())
     if generate or encode:
         generation = (prompt_length, output_length, concurrency)
         limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
+        target = exchange.write_target(write, serves=True)
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
         allowed = split_names(allow)
         inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
-        plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
+        plan_inference.run(model, inference, on=on, fixed=tuple(set_ or ()), rows=rows, as_json=as_json, target=target)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
     _check_page(html)
     asked.check(on)
+    target = exchange.write_target(write)
+    fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
@@ -157,17 +160,23 @@ def command(
     with tables.bar("Tracing the model on fake tensors") as progress:
         planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
     answers = asked.answers(request, planning)
-    if html is not None:
-        from upshift.reports.plan.page import write_plan_page
-
-        write_plan_page(html, planning, model=model)
-        tables.err.print(f"Page: {html}", highlight=False)
+    exchange.write_plan(target, planning, model, adapter, data)
+    _write_page(html, planning, model)
     if as_json:
         document = planning.document(num_plans=rows or MAX_SHOWN_PLANS)
         sys.stdout.write(json.dumps(document | answers.document()) + "\n")
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
     answers.print(sample_unit(planning.profile))
+    tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
+
+
+def _write_page(html: Path | None, planning: Planning, model: str) -> None:
+    if html is not None:
+        from upshift.reports.plan.page import write_plan_page
+
+        write_plan_page(html, planning, model=model)
+        tables.err.print(f"Page: {html}", highlight=False)
 
 
 def _check_page(html: Path | None) -> None:

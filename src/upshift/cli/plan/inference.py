@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.table import Table
@@ -81,18 +82,41 @@ def read_workload(
 
 
 def run(
-    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool
-) -> None:
-    """Print the ranked plans. ``rows``: how many of them; None: the default of a table, or of a JSON document."""
+    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool,
+    target: tuple[str, Path] | None = None,
+) -> None:  # fmt: skip
+    """Print the ranked plans.
+
+    ``rows``: how many of them; None: the default of a table, or of a JSON document. ``target``: the program whose configuration
+    is written, and the file; None: none."""
     source = find_model(model)
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
+    if target is not None:
+        _write_configuration(planning, *target)
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
         return
     _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
+
+
+def _write_configuration(planning: InferencePlanning, program: str, path: Path) -> None:
+    """Write the best plan as the file of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
+    from upshift.inference.engine_environment import arguments_of_plan
+    from upshift.planning.programs.write import write_document
+
+    plan = planning.best.plan
+    arguments = arguments_of_plan(plan)
+    if arguments is None:
+        raise RequestError(
+            f"a configuration of {program} cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
+            "own files alone; leave the names of integers out of --allow"
+        )
+    names = {name.replace("_", "-"): value for name, value in arguments.items()}
+    write_document(path, names | {"max-model-len": planning.workload.longest})
+    tables.err.print(f"Wrote {path}", highlight=False)
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:

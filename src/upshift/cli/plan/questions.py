@@ -57,13 +57,13 @@ Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
     "train", "objective", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps",
     *AdapterOptions.model_fields,
-    "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
+    "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html", "from_",
 )  # fmt: skip
 OF_SEQUENCES = ("sequence_length", "global_batch")
 OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
 OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
 LIMITS = ("max_latency_ms", *OF_ANSWERS)
-OF_A_RANKING = ("html", "rows")
+OF_A_RANKING = ("html", "rows", "write")
 FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
     "batch": ("global_batch",),
     "sequence": ("sequence_length",),
@@ -71,12 +71,12 @@ FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
-    "lock", *OF_SEQUENCES, *LAYOUT_FLAGS,
+    "lock", "from_", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
-    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS, "write"),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, "nproc"),  # it counts processes of one host, and the hosts differ
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
