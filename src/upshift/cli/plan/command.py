@@ -38,7 +38,7 @@ from upshift.cli.options import (
     with_adapter_options,
     with_layout_flags,
 )
-from upshift.cli.plan import exchange, questions, ranking
+from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.usage.help_page import Panel
@@ -110,7 +110,8 @@ Rows = Annotated[
 @with_adapter_options
 def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
-    global_batch: GlobalBatch = 8, on: On = None, set_: Set = None, allow: AllowAny = "", data: Data = None,
+    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None,
+    allow: AllowAny = "", data: Data = None,
     text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
@@ -123,16 +124,20 @@ def command(
     rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
+    if is_quick:
+        quick.check_options(context)
     if generate or encode:
         generation = (prompt_length, output_length, concurrency)
         limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
         target = exchange.write_target(write, serves=True)
-        generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
+        generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length, quick=is_quick)
         allowed = split_names(allow)
         inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
-        plan_inference.run(model, inference, on=on, fixed=tuple(set_ or ()), rows=rows, as_json=as_json, target=target)
+        plan_inference.run(
+            model, inference, on=on, fixed=tuple(set_ or ()), rows=rows, as_json=as_json, target=target, is_quick=is_quick
+        )
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
@@ -146,19 +151,21 @@ def command(
     source = find_source(model, adapter, has_reward_head=options.has_reward_head)
     if options.has_pairs:
         _check_takes_pairs(source, options)
-    length = sequence_length_of(source, sequence_length)
+    length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
-    request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
+    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
     host = request.host()
     with tables.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
+        planning = plan_training(
+            source, host, workload, fixed=fixed, progress=progress, described=on is not None, profiler=request.profiler
+        )
     answers = asked.answers(request, planning)
     exchange.write_plan(target, planning, model, adapter, data)
     _write_page(html, planning, model)

@@ -14,6 +14,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
+from upshift.cli.plan.quick import length_of, profiler
 from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -46,13 +47,15 @@ def check_one_task(generate: bool, encode: bool) -> None:
 
 
 def fill_lengths(
-    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None
+    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None, *, quick: bool
 ) -> tuple[tuple[int, int, int | None], int]:
     """Return (prompt length, output length, concurrency) and the sequence length, with defaults for those that are None.
 
     Raise RequestError for more tokens than the model has positions for."""
     source = find_model(model)
     prompt, output, concurrency = generation
+    if quick:
+        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_of(source, sequence_length)
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
     options = ("--prompt-length", "--output-length")
@@ -83,7 +86,7 @@ def read_workload(
 
 def run(
     model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool,
-    target: tuple[str, Path] | None = None,
+    target: tuple[str, Path] | None = None, is_quick: bool = False,
 ) -> None:  # fmt: skip
     """Print the ranked plans.
 
@@ -93,7 +96,8 @@ def run(
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
-        planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
+        profile_by = profiler(source, quick=is_quick)
+        planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)
     if target is not None:
         _write_configuration(planning, *target)
     if as_json:

@@ -20,7 +20,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import AdapterOptions, ModelSource
-from upshift.models.tracing.profile_model import profile_model
+from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
@@ -175,10 +175,11 @@ class Request:
     fixed: tuple[str, ...]
     as_json: bool
     lengths_at: Callable[[int], LengthHistogram | None] | None = None  # of --data, cut at so many tokens
+    profiler: Profiler = profile_model
 
     def trace(self, sequence_length: int, variants: tuple[Variant, ...]) -> ModelProfile:
         with tables.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
-            return profile_model(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
+            return self.profiler(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
 
     def host(self) -> Host:
         with tables.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
@@ -318,7 +319,9 @@ def _answer_compare(request: Request, questions: Questions) -> None:
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         with tables.bar(f"Planning for {host.name}") as progress:
-            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
+            return plan_training(
+                request.source, host, workload, fixed=request.fixed, progress=progress, described=True, profiler=request.profiler
+            )
 
     comparison = compare(hosts, request.workload, terms, plan_on=plan_on)
     document = {"workload": request.workload.model_dump(mode="json"), "comparison": comparison.model_dump(mode="json")}

@@ -74,7 +74,7 @@ def read(document: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
     ``origin``: the name of the file, for messages.
     """
-    kind = str(document.get("distributed_type", "NO")).upper()
+    kind = _word(document.get("distributed_type"))
     plain = dict.fromkeys(("NO", "MULTI_GPU", "MULTI_CPU"), _read_plain)
     readers = {"FSDP": _read_fsdp, "DEEPSPEED": _read_deepspeed, **plain}
     if kind not in readers:
@@ -92,7 +92,7 @@ def read(document: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 def _read_precision(document: Mapping[str, Any], origin: str) -> str:
     deepspeed = document.get("deepspeed_config") or {}
-    named = str(document.get("mixed_precision") or deepspeed.get("mixed_precision") or "no").lower()
+    named = _word(document.get("mixed_precision") or deepspeed.get("mixed_precision")).lower()
     precision = {name: precision for precision, name in PRECISIONS.items()}.get(named)
     if precision is None:
         raise RequestError(f"{origin} has mixed_precision {named}; use one of {', '.join(PRECISIONS.values())}")
@@ -101,7 +101,7 @@ def _read_precision(document: Mapping[str, Any], origin: str) -> str:
 
 def _read_compile(document: Mapping[str, Any]) -> str:
     dynamo = document.get("dynamo_config") or {}
-    backend = str(dynamo.get("dynamo_backend", document.get("dynamo_backend", "NO"))).upper()
+    backend = _word(dynamo.get("dynamo_backend", document.get("dynamo_backend")))
     if backend == "NO":
         return "off"
     return "layer" if _is_on(dynamo.get("dynamo_use_regional_compilation")) else "model"
@@ -142,9 +142,7 @@ def _read_deepspeed(document: Mapping[str, Any], origin: str) -> dict[str, Any]:
             f"{origin} names {config['deepspeed_config_file']}; give its zero_stage and batches in the file itself"
         )
     if str(config.get("offload_param_device", "none")) != "none":
-        raise RequestError(
-            f"{origin} has offload_param_device, and Upshift plans no weights of ZeRO on the host; leave it out"
-        )
+        raise RequestError(f"{origin} has offload_param_device, and Upshift plans no weights of ZeRO on the host; leave it out")
     stage = int(config.get("zero_stage", 2))
     if stage not in ZERO_STAGES:
         raise RequestError(f"{origin} has zero_stage {stage}; use 0, 1, 2 or 3")
@@ -154,6 +152,11 @@ def _read_deepspeed(document: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if isinstance(config.get("gradient_accumulation_steps"), int):
         fields["gradient_accumulation_steps"] = config["gradient_accumulation_steps"]
     return fields
+
+
+def _word(value: Any) -> str:
+    """Return a name in capitals. YAML reads NO without quotes as false."""
+    return str(value).upper() if value else "NO"
 
 
 def _is_on(value: Any) -> bool:
