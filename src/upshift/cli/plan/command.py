@@ -41,6 +41,7 @@ from upshift.cli.options import (
 from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan.questions import refuse_unused
+from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
@@ -267,6 +268,8 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     tables.out.print(ranking.reasons_table(planning))
     ranking.print_rejected(planning.ranking.rejected)
     tables.out.print(unknown_memory(host) or planning.shadow_price)
+    if planning.profile.is_estimated:
+        tables.dim(ESTIMATED)
     for line in ranking.uncertainty_lines(numbers):
         tables.dim(line)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):

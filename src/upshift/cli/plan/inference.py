@@ -14,7 +14,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
-from upshift.cli.plan.quick import length_of, profiler
+from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
 from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -147,6 +147,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     unknown = unknown_memory(host)
     if unknown is not None:
         tables.out.print(unknown)
+    if planning.profile.is_estimated:
+        tables.dim(ESTIMATED)
     tables.dim(f"Predicted, untried: {expected_error}.")
 
 

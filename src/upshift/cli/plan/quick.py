@@ -24,6 +24,7 @@ Quick = Annotated[
         text="Estimate from the sizes in the config and the header of the weights, without a trace. Less exact.",
     ),
 ]  # fmt: skip
+ESTIMATED = "From the sizes in the config, without a trace (--quick). Leave --quick out for the model's own operations."
 UNUSED = ("data", "objective", "lock", "check", "largest")  # they need a trace, or the model's own tokenizer
 
 
@@ -65,7 +66,6 @@ def length_of(source: ModelSource, length: int | None) -> int:
     """Return the length of sequences: the user's, or the default. Raise RequestError for more tokens than the config has."""
     positions = source.config.get("max_position_embeddings")
     limit = positions if isinstance(positions, int) else None
-    if length is not None and (length < 2 or (limit is not None and length > limit)):
-        most = "" if limit is None else f" and at most {limit}, the positions in the config"
-        raise RequestError(f"--sequence-length {length} is not usable; use at least 2{most}")
+    if length is not None and limit is not None and length > limit:
+        raise RequestError(f"--sequence-length {length} is longer than the {limit} positions in the config; use at most {limit}")
     return default_length(limit) if length is None else length

@@ -45,8 +45,7 @@ def estimate_profile(source: ModelSource, *, sequence_length: int, shapes: Mappi
     check_files(sizes, shapes, source.reference)
     kind = "full" if source.adapter is None else "lora" if source.quantized_from is None else "qlora"
     table = _table()[kind]
-    features = sizes.features
-    steps = tuple(StepTrace.model_validate(_values(step, features)) for step in table)
+    steps = tuple(StepTrace.model_validate(_step(step, sizes)) for step in table)
     layers = sizes.layers
     config = source.config
     return ModelProfile(
@@ -80,6 +79,15 @@ def _table() -> dict[str, Any]:
     return document
 
 
+def _step(entry: dict[str, Any], sizes: DecoderSizes) -> dict[str, Any]:
+    """Return the numbers of a step. A tied head makes the embedding's gradient, to which the embedding then adds its own."""
+    step: dict[str, Any] = _values(entry, sizes.features)
+    if sizes.tied and not sizes.rank:
+        for gaps in (step["gaps"], *step["gaps_recomputed"].values()):
+            gaps[0]["backward"] = gaps[0]["backward_accumulating"]
+    return step
+
+
 def _values(entry: Any, features: Mapping[str, float]) -> Any:
     """Return an entry of the table with each sum, a dictionary of factors by feature, replaced by its value."""
     if isinstance(entry, list):
@@ -88,7 +96,8 @@ def _values(entry: Any, features: Mapping[str, float]) -> Any:
         return entry
     if SUM in entry:
         return sum(factor * features[name] for name, factor in entry[SUM].items())
-    return {name: _values(part, features) for name, part in entry.items()}
+    values = {name: _values(part, features) for name, part in entry.items()}
+    return values | {name: round(number) for name, number in values.items() if name == "num_kernels"}
 
 
 def _flops(sizes: DecoderSizes, frozen: float, trained: float, attention: float) -> Polynomial:
