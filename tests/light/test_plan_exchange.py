@@ -57,7 +57,7 @@ def test_accelerate_reads_back_what_was_written(name: str, compiled: str, recomp
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_of_a_configuration_are_those_of_the_plan(name: str) -> None:
-    config = accelerate.write(plan_of(layout=LAYOUTS[name]), JOB)
+    config = accelerate.config_of(plan_of(layout=LAYOUTS[name]), JOB)
     sizes = {key: size for key, size in config.get("parallelism_config", {}).items() if key.endswith("_size")}
     product = 1
     for size in sizes.values():

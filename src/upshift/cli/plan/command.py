@@ -51,7 +51,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source, plan_training
+from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -111,22 +111,20 @@ Rows = Annotated[
 @with_adapter_options
 def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
-    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None,
-    allow: AllowAny = "", data: Data = None,
-    text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
+    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
+    data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
     encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
     concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,
-    max_tpot_ms: MaxTpot = None, why: questions.Why = None,
-    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
+    max_tpot_ms: MaxTpot = None, why: questions.Why = None, shadow_prices: questions.ShadowPrices = False,
+    largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
     rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
-    if is_quick:
-        quick.check_options(context)
+    quick.check_options(context, quick=is_quick)
     if generate or encode:
         generation = (prompt_length, output_length, concurrency)
         limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
@@ -134,11 +132,9 @@ def command(
         refuse_unused(context, "--generate" if generate else "--encode")
         target = exchange.write_target(write, serves=True)
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length, quick=is_quick)
-        allowed = split_names(allow)
+        allowed, fixed = split_names(allow), tuple(set_ or ())
         inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
-        plan_inference.run(
-            model, inference, on=on, fixed=tuple(set_ or ()), rows=rows, as_json=as_json, target=target, is_quick=is_quick
-        )
+        plan_inference.run(model, inference, plan_inference.Output(rows, as_json, target), on=on, fixed=fixed, is_quick=is_quick)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
@@ -150,8 +146,7 @@ def command(
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head)
-    if options.has_pairs:
-        _check_takes_pairs(source, options)
+    _check_takes_pairs(source, options)
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
@@ -164,9 +159,7 @@ def command(
         return
     host = request.host()
     with tables.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(
-            source, host, workload, fixed=fixed, progress=progress, described=on is not None, profiler=request.profiler
-        )
+        planning = request.plan(host, progress)
     answers = asked.answers(request, planning)
     exchange.write_plan(target, planning, model, adapter, data)
     _write_page(html, planning, model)
@@ -207,6 +200,8 @@ def _check_data_options(risk: float | None, data: str | None, options: DataOptio
 
 def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
     """Raise RequestError for a model that ``upshift train`` refuses for pairs because of its loss or its rewards."""
+    if not options.has_pairs:
+        return
     with tables.step("Testing whether the model can compare pairs"):
         from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 

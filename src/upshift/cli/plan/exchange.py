@@ -21,16 +21,15 @@ from upshift.planning.programs.write import SERVERS, TRAINERS, read_choices, rea
 Write = Annotated[
     str | None,
     option(
-        "--write", panel=Panel.OUTPUT, metavar="PROGRAM[=PATH]",
-        text=f"Write the best plan as the configuration of another program: {', '.join(TRAINERS)}; "
-        f"with --generate: {', '.join(SERVERS)}.",
+        "--write", panel=Panel.OUTPUT, metavar="PROGRAM",
+        text=f"Write the plan for {', '.join(TRAINERS)} or {', '.join(SERVERS)}.",
     ),
 ]  # fmt: skip
 From = Annotated[
     Path | None,
     option(
         "--from", panel=Panel.PLAN, metavar="PATH",
-        text="Plan with the choices of this configuration of Hugging Face Accelerate, to see its speed and memory.",
+        text="Plan with the choices in this file of accelerate config.",
     ),
 ]  # fmt: skip
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.

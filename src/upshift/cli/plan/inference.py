@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -84,26 +84,30 @@ def read_workload(
     )
 
 
-def run(
-    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool,
-    target: tuple[str, Path] | None = None, is_quick: bool = False,
-) -> None:  # fmt: skip
-    """Print the ranked plans.
+class Output(NamedTuple):
+    """Hold what is printed and written. ``rows``: how many plans; None: the default of a table, or of a JSON document."""
 
-    ``rows``: how many of them; None: the default of a table, or of a JSON document. ``target``: the program whose configuration
-    is written, and the file; None: none."""
+    rows: int | None
+    as_json: bool
+    target: tuple[str, Path] | None  # the program whose configuration is written, and the file
+
+
+def run(
+    model: str, workload: InferenceWorkload, output: Output, *, on: str | None, fixed: tuple[str, ...], is_quick: bool
+) -> None:
+    """Print the ranked plans."""
     source = find_model(model)
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
         profile_by = profiler(source, quick=is_quick)
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)
-    if target is not None:
-        _write_configuration(planning, *target)
-    if as_json:
-        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
+    if output.target is not None:
+        _write_configuration(planning, *output.target)
+    if output.as_json:
+        sys.stdout.write(json.dumps(planning.document(num_plans=output.rows or MAX_SHOWN_PLANS)) + "\n")
         return
-    _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
+    _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS)
 
 
 def _write_configuration(planning: InferencePlanning, program: str, path: Path) -> None:

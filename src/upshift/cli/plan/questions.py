@@ -181,6 +181,12 @@ class Request:
         with tables.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
             return self.profiler(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
 
+    def plan(self, host: Host, progress: Callable[[int, int], None]) -> Planning:
+        described = self.on is not None
+        return plan_training(
+            self.source, host, self.workload, fixed=self.fixed, progress=progress, described=described, profiler=self.profiler
+        )
+
     def host(self) -> Host:
         with tables.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
             host = find_host(self.on)

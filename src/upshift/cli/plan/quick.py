@@ -21,15 +21,17 @@ Quick = Annotated[
     bool,
     option(
         "--quick", panel=Panel.PLAN,
-        text="Estimate from the sizes in the config and the header of the weights, without a trace. Less exact.",
+        text="Estimate from the config alone, without a trace.",
     ),
 ]  # fmt: skip
 ESTIMATED = "From the sizes in the config, without a trace (--quick). Leave --quick out for the model's own operations."
 UNUSED = ("data", "objective", "lock", "check", "largest")  # they need a trace, or the model's own tokenizer
 
 
-def check_options(context: typer.Context) -> None:
-    """Raise RequestError for an option that ``--quick`` does not use."""
+def check_options(context: typer.Context, *, quick: bool) -> None:
+    """Raise RequestError for an option that ``--quick`` does not use, if it is given."""
+    if not quick:
+        return
     options = command_line_options(context)
     unused = [options[name] for name in UNUSED if name in options]
     if unused:

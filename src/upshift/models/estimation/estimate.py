@@ -49,28 +49,46 @@ def estimate_profile(source: ModelSource, *, sequence_length: int, shapes: Mappi
     layers = sizes.layers
     config = source.config
     return ModelProfile(
-        key="estimated", model_hash=source.model_hash, architecture=str(config["architectures"][0]),
-        model_type=str(config.get("model_type", "")), objective="causal-lm", versions={}, vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden, max_positions=config.get("max_position_embeddings"), parameters=_parameters(sizes, kind),
+        key="estimated",
+        model_hash=source.model_hash,
+        architecture=str(config["architectures"][0]),
+        model_type=str(config.get("model_type", "")),
+        objective="causal-lm",
+        versions={},
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        max_positions=config.get("max_position_embeddings"),
+        parameters=_parameters(sizes, kind),
         declares=Declares(
-            attention_kernels=("sdpa",), gradient_checkpointing=True, gradient_checkpointing_per_layer=True,
-            pipeline_parallel_plan=("layers",), can_generate=True,
+            attention_kernels=("sdpa",),
+            gradient_checkpointing=True,
+            gradient_checkpointing_per_layer=True,
+            pipeline_parallel_plan=("layers",),
+            can_generate=True,
         ),
         isolation=Isolation(reason=UNTESTED, left_padding=UNTESTED, padding="unmasked"),
-        stacks=(Stack(
-            path="model.layers", traced_layers=(0,), assignment=(0,) * layers,
-            layer_trainable=(sizes.adapter if sizes.rank else sizes.matrices + 2 * sizes.hidden,),
-            layer_frozen=(_frozen(sizes, kind),),
-        ),),
-        steps=steps, sequence_range=(min(SHORTEST, sequence_length), sequence_length),
+        stacks=(
+            Stack(
+                path="model.layers",
+                traced_layers=(0,),
+                assignment=(0,) * layers,
+                layer_trainable=(sizes.adapter if sizes.rank else sizes.matrices + 2 * sizes.hidden,),
+                layer_frozen=(_frozen(sizes, kind),),
+            ),
+        ),
+        steps=steps,
+        sequence_range=(min(SHORTEST, sequence_length), sequence_length),
         kv_elements=Polynomial(bs=2.0 * layers * sizes.keys),
         cache=(CachedLayers(count=layers, per_token=2 * sizes.keys, per_sequence=0, heads=sizes.key_heads),),
         tensor_parallel=_division(sizes, kind),
         tensor_parallel_reason="adapters are not divided" if kind != "full" else "the layers of such decoders can be divided",
-        experts=None, heads=(sizes.heads, sizes.key_heads),
-        chunked_loss_reason="the head of such decoders is a plain linear layer", forward_flops=_flops(sizes, 1.0, 1.0, 1.0),
-        backward_flops=_flops(sizes, 1.0 if sizes.rank else 2.0, 2.0, 2.0), is_estimated=True,
-    )  # fmt: skip
+        experts=None,
+        heads=(sizes.heads, sizes.key_heads),
+        chunked_loss_reason="the head of such decoders is a plain linear layer",
+        forward_flops=_flops(sizes, 1.0, 1.0, 1.0),
+        backward_flops=_flops(sizes, 1.0 if sizes.rank else 2.0, 2.0, 2.0),
+        is_estimated=True,
+    )
 
 
 @cache
@@ -130,14 +148,24 @@ def _parameters(sizes: DecoderSizes, kind: str) -> Parameters:
     is_whole = kind == "full"
     looked_up = (ParameterShape(shape=(sizes.vocabulary, sizes.hidden), count=1),)
     return Parameters(
-        total=sizes.total + added, embedding=sizes.embedding, layers=base + added, head=0 if sizes.tied else sizes.embedding,
-        other=sizes.hidden, buffers_bytes=4 * sizes.head_width, tied=sizes.tied,
-        trainable=sizes.total if is_whole else added, trainable_layers=base if is_whole else added,
-        trainable_head=sizes.embedding if is_whole else 0, always_fp32=added,
-        always_bf16=0 if is_whole else sizes.total - quantized, quantized=quantized, quantized_bytes=round(NF4_BYTES * quantized),
-        trainable_shapes=_shapes(sizes) if is_whole else _adapter_shapes(sizes), frozen_shapes=() if is_whole else _shapes(sizes),
+        total=sizes.total + added,
+        embedding=sizes.embedding,
+        layers=base + added,
+        head=0 if sizes.tied else sizes.embedding,
+        other=sizes.hidden,
+        buffers_bytes=4 * sizes.head_width,
+        tied=sizes.tied,
+        trainable=sizes.total if is_whole else added,
+        trainable_layers=base if is_whole else added,
+        trainable_head=sizes.embedding if is_whole else 0,
+        always_fp32=added,
+        always_bf16=0 if is_whole else sizes.total - quantized,
+        quantized=quantized,
+        quantized_bytes=round(NF4_BYTES * quantized),
+        trainable_shapes=_shapes(sizes) if is_whole else _adapter_shapes(sizes),
+        frozen_shapes=() if is_whole else _shapes(sizes),
         looked_up=looked_up if is_whole and not sizes.tied else (),
-    )  # fmt: skip
+    )
 
 
 def _frozen(sizes: DecoderSizes, kind: str) -> int:

@@ -11,9 +11,18 @@ from upshift.models.source import ALL_LINEAR, ModelSource
 
 # Fields with which a config states another computation than that of the table.
 OTHER_COMPUTATIONS = (
-    "num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank", "attn_logit_softcapping", "final_logit_softcapping",
-    "vision_config", "audio_config", "layer_types_block", "ssm_cfg", "mamba_d_state",
-)  # fmt: skip
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "kv_lora_rank",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "vision_config",
+    "audio_config",
+    "layer_types_block",
+    "ssm_cfg",
+    "mamba_d_state",
+)
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
 TOLERATED = 0.01  # difference of the parameters in the files: biases, and norms of queries and keys
 
@@ -70,11 +79,25 @@ class DecoderSizes(NamedTuple):
         """Return the terms of which the table's sums are made, by name."""
         hidden, feed_forward, queries, keys, rank = self.hidden, self.feed_forward, self.queries, self.keys, self.rank
         return {
-            "one": 1, "H": hidden, "F": feed_forward, "Q": queries, "K": keys, "A": self.heads, "V": self.vocabulary,
-            "D": self.head_width, "R": rank, "HQ": hidden * queries, "HK": hidden * keys, "HF": hidden * feed_forward,
-            "HV": self.embedding, "W": self.matrices, "L": self.adapter, "RH": rank * hidden, "RF": rank * feed_forward,
+            "one": 1,
+            "H": hidden,
+            "F": feed_forward,
+            "Q": queries,
+            "K": keys,
+            "A": self.heads,
+            "V": self.vocabulary,
+            "D": self.head_width,
+            "R": rank,
+            "HQ": hidden * queries,
+            "HK": hidden * keys,
+            "HF": hidden * feed_forward,
+            "HV": self.embedding,
+            "W": self.matrices,
+            "L": self.adapter,
+            "RH": rank * hidden,
+            "RF": rank * feed_forward,
             "QQ": queries * self.head_width,
-        }  # fmt: skip
+        }
 
 
 def sizes_of(source: ModelSource) -> DecoderSizes:

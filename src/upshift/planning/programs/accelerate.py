@@ -17,26 +17,46 @@ SHARD = "parallelism_config_"
 ZERO_STAGES = {0: "no", 1: "optimizer", 2: "gradients", 3: "weights"}
 # Keys that change nothing of what a plan chooses.
 WITHOUT_EFFECT = (
-    "compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
-    "rdzv_backend", "same_network", "use_cpu", "enable_cpu_affinity", "gpu_ids", "num_machines", "num_processes",
-)  # fmt: skip
+    "compute_environment",
+    "debug",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "main_training_function",
+    "rdzv_backend",
+    "same_network",
+    "use_cpu",
+    "enable_cpu_affinity",
+    "gpu_ids",
+    "num_machines",
+    "num_processes",
+)
 
 
-def write(plan: Plan, job: Job) -> dict[str, Any]:
+def config_of(plan: Plan, job: Job) -> dict[str, Any]:
     """Return the configuration. Raise RequestError for choices that it has no word for."""
     layout = plan.layout
     is_sharded = layout.gathers
     degrees = range(1, plan.num_processes + 1) if is_sharded else (1,)
     check_expressible(
-        "accelerate", plan,
+        "accelerate",
+        plan,
         {
-            "precision": tuple(PRECISIONS), "fully_shard": ("no", "gradients", "weights"),
+            "precision": tuple(PRECISIONS),
+            "fully_shard": ("no", "gradients", "weights"),
             "activation_checkpointing": (job.num_layers, 0) if plan.activation_checkpointing else (0,),
-            "recompute_granularity": ("full",), "attention": ("sdpa", "eager"), "optim_offload": (False,),
-            "tensor_parallel": degrees, "sequence_parallel": (False,), "context_parallel": degrees,
-            "context_kind": ("ring",), "pipeline_parallel": (1,), "expert_parallel": (1,), **ONLY_HERE,
+            "recompute_granularity": ("full",),
+            "attention": ("sdpa", "eager"),
+            "optim_offload": (False,),
+            "tensor_parallel": degrees,
+            "sequence_parallel": (False,),
+            "context_parallel": degrees,
+            "context_kind": ("ring",),
+            "pipeline_parallel": (1,),
+            "expert_parallel": (1,),
+            **ONLY_HERE,
         },
-    )  # fmt: skip
+    )
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded else "MULTI_GPU" if plan.num_processes > 1 else "NO",
@@ -49,8 +69,9 @@ def write(plan: Plan, job: Job) -> dict[str, Any]:
     }
     if plan.torch_compile != "off":
         document["dynamo_config"] = {
-            "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": plan.torch_compile == "layer",
-        }  # fmt: skip
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_use_regional_compilation": plan.torch_compile == "layer",
+        }
     if is_sharded:
         document["fsdp_config"] = {
             "fsdp_version": 2,
@@ -120,9 +141,17 @@ def _read_fsdp(document: Mapping[str, Any], origin: str) -> dict[str, Any]:
     reshard = config.get("fsdp_reshard_after_forward", True)
     strategy = str(reshard if isinstance(reshard, str) else config.get("fsdp_sharding_strategy", "")).upper()
     strategies = {
-        "FULL_SHARD": "weights", "1": "weights", "SHARD_GRAD_OP": "gradients", "2": "gradients", "NO_SHARD": "no", "3": "no",
-        "HYBRID_SHARD": "weights", "4": "weights", "HYBRID_SHARD_ZERO2": "gradients", "5": "gradients",
-    }  # fmt: skip
+        "FULL_SHARD": "weights",
+        "1": "weights",
+        "SHARD_GRAD_OP": "gradients",
+        "2": "gradients",
+        "NO_SHARD": "no",
+        "3": "no",
+        "HYBRID_SHARD": "weights",
+        "4": "weights",
+        "HYBRID_SHARD_ZERO2": "gradients",
+        "5": "gradients",
+    }
     fields["fully_shard"] = strategies.get(strategy, "weights" if _is_on(reshard) else "gradients")
     if not _is_on(config.get("fsdp_activation_checkpointing")):
         fields["activation_checkpointing"] = 0

@@ -12,21 +12,30 @@ ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex_attention
 WORDS_HERE = ("packing", "activation_offload")  # which Axolotl has, too
 
 
-def write(plan: Plan, job: Job) -> dict[str, Any]:
+def config_of(plan: Plan, job: Job) -> dict[str, Any]:
     """Return the configuration. Raise RequestError for choices that it has no word for."""
     layout = plan.layout
     degrees = range(1, plan.num_processes + 1) if layout.gathers else (1,)
     check_expressible(
-        "axolotl", plan,
+        "axolotl",
+        plan,
         {
-            "precision": ("bf16", "fp16", "fp32", "tf32"), "fully_shard": ("no", "gradients", "weights"),
+            "precision": ("bf16", "fp16", "fp32", "tf32"),
+            "fully_shard": ("no", "gradients", "weights"),
             "activation_checkpointing": (job.num_layers, 0) if plan.activation_checkpointing else (0,),
-            "recompute_granularity": ("full",), "attention": tuple(ATTENTION), "optim_offload": (False,),
-            "torch_compile": ("off", "model"), "tensor_parallel": degrees, "sequence_parallel": (False,),
-            "context_parallel": degrees, "context_kind": ("ring",), "pipeline_parallel": (1,), "expert_parallel": (1,),
+            "recompute_granularity": ("full",),
+            "attention": tuple(ATTENTION),
+            "optim_offload": (False,),
+            "torch_compile": ("off", "model"),
+            "tensor_parallel": degrees,
+            "sequence_parallel": (False,),
+            "context_parallel": degrees,
+            "context_kind": ("ring",),
+            "pipeline_parallel": (1,),
+            "expert_parallel": (1,),
             **{name: values for name, values in ONLY_HERE.items() if name not in WORDS_HERE},
         },
-    )  # fmt: skip
+    )
     document: dict[str, Any] = {
         "base_model": job.model,
         "datasets": [{"path": job.data or "DATA", "type": "chat_template"}],
@@ -84,7 +93,8 @@ def _shards(plan: Plan, job: Job) -> dict[str, Any]:
     }
     replicas = plan.num_processes // (layout.shard_size * layout.tensor_parallel)
     degrees = {
-        "dp_replicate_size": replicas, "tensor_parallel_size": layout.tensor_parallel,
+        "dp_replicate_size": replicas,
+        "tensor_parallel_size": layout.tensor_parallel,
         "context_parallel_size": layout.context_parallel,
-    }  # fmt: skip
+    }
     return document | {name: degree for name, degree in degrees.items() if degree > 1}

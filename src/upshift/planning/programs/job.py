@@ -59,10 +59,18 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
 
 
 ONLY_HERE: Mapping[str, Sequence[Any]] = {  # choices that no other program has a word for, with the plain value
-    "packing": (False,), "mup_base": ("",), "optimizer_in_backward": (False,), "activation_offload": (False,),
-    "weight_offload": ("none",), "fused_kernels": (False,), "loss_kernel": ("eager",), "loss_chunk_tokens": (0,),
-    "master_weights": (False,), "gather_again": (False,), "vocabulary_parallel": (False,),
-}  # fmt: skip
+    "packing": (False,),
+    "mup_base": ("",),
+    "optimizer_in_backward": (False,),
+    "activation_offload": (False,),
+    "weight_offload": ("none",),
+    "fused_kernels": (False,),
+    "loss_kernel": ("eager",),
+    "loss_chunk_tokens": (0,),
+    "master_weights": (False,),
+    "gather_again": (False,),
+    "vocabulary_parallel": (False,),
+}
 
 
 def _shown(value: Any) -> str:

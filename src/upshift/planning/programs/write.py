@@ -14,9 +14,9 @@ from upshift.planning.programs import accelerate, axolotl, deepspeed
 from upshift.planning.programs.job import Job
 
 TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], dict[str, Any]]]] = {  # by program: default file, writer
-    "accelerate": ("accelerate_config.yaml", accelerate.write),
-    "deepspeed": ("deepspeed.json", deepspeed.write),
-    "axolotl": ("axolotl.yaml", axolotl.write),
+    "accelerate": ("accelerate_config.yaml", accelerate.config_of),
+    "deepspeed": ("deepspeed.json", deepspeed.config_of),
+    "axolotl": ("axolotl.yaml", axolotl.config_of),
 }
 SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml"}  # by program: default file
 
