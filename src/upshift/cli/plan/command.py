@@ -164,8 +164,7 @@ def command(
     exchange.write_plan(target, planning, model, adapter, data)
     _write_page(html, planning, model)
     if as_json:
-        document = planning.document(num_plans=rows or MAX_SHOWN_PLANS)
-        sys.stdout.write(json.dumps(document | answers.document()) + "\n")
+        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
     answers.print(sample_unit(planning.profile))
