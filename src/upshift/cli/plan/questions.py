@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import LAYOUT_FLAGS, command_line_options, option
 from upshift.cli.usage.help_page import Panel
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import AdapterOptions, ModelSource
@@ -47,7 +48,7 @@ from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, expla
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
-from upshift.planning.search.space import fixes_weight_offload, with_disk_rate
+from upshift.planning.search.space import WEIGHT_OFFLOAD, automatic_weight_places, fixes_weight_offload, with_disk_rate
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import format_count, format_seconds
@@ -293,15 +294,38 @@ class Answers:
 def _answer_largest(request: Request, dimension: str) -> None:
     host = request.host()
     check_fixed(request.fixed, host, request.source, request.workload)
-    largest = find_largest(
-        dimension, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
-        calibration=NO_RECORDS if request.on is not None else read_calibration(host),
-    )  # fmt: skip
+    largest = find_largest_with_offload(request, host, dimension)
     document = {
         "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
         "largest": largest.model_dump(mode="json"),
     }  # fmt: skip
     request.print(document, lambda: _print_largest(largest, host))
+
+
+def find_largest_with_offload(request: Request, host: Host, dimension: str) -> LargestResult:
+    """Return the largest size that fits. If none does, frozen weights wait outside the memory, as in a plan of a given size.
+
+    Raise NothingFits if no size fits then, either."""
+    calibration = NO_RECORDS if request.on is not None else read_calibration(host)
+
+    def find(host: Host, fixed: tuple[str, ...]) -> LargestResult:
+        return find_largest(
+            dimension, host, request.workload, fixed=fixed, trace=request.trace, lengths_at=request.lengths_at,
+            calibration=calibration,
+        )  # fmt: skip
+
+    try:
+        return find(host, request.fixed)
+    except NothingFits as nothing_fits:
+        source = request.source
+        has_frozen_files = source.adapter is not None and source.quantized_from is None and source.directory is not None
+        if not has_frozen_files or fixes_weight_offload(request.fixed):
+            raise
+        host = host if request.on is not None else with_disk_rate(host, source)
+        for place in automatic_weight_places(host):
+            with suppress(NothingFits):
+                return find(host, (*request.fixed, f"{WEIGHT_OFFLOAD}={place}"))
+        raise nothing_fits
 
 
 def _print_largest(largest: LargestResult, host: Host) -> None:
