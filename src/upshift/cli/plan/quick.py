@@ -12,6 +12,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.estimation.estimate import estimate_profile
+from upshift.models.estimation.sizes import positions_in_config
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.sequence_length import default_length
 from upshift.models.source import ModelSource
@@ -66,8 +67,7 @@ def shapes_in_files(source: ModelSource) -> dict[str, tuple[int, ...]]:
 
 def length_of(source: ModelSource, length: int | None) -> int:
     """Return the length of sequences: the user's, or the default. Raise RequestError for more tokens than the config has."""
-    positions = source.config.get("max_position_embeddings")
-    limit = positions if isinstance(positions, int) else None
+    limit = positions_in_config(source)
     if length is not None and limit is not None and length > limit:
         raise RequestError(f"--sequence-length {length} is longer than the {limit} positions in the config; use at most {limit}")
     return default_length(limit) if length is None else length

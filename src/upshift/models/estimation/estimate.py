@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from upshift.models.estimation.sizes import DecoderSizes, check_files, sizes_of
+from upshift.models.estimation.sizes import DecoderSizes, check_files, positions_in_config, sizes_of
 from upshift.models.profile import (
     CachedLayers,
     Declares,
@@ -57,7 +57,7 @@ def estimate_profile(source: ModelSource, *, sequence_length: int, shapes: Mappi
         versions={},
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=positions_in_config(source),
         parameters=_parameters(sizes, kind),
         declares=Declares(
             attention_kernels=("sdpa",),

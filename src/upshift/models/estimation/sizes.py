@@ -154,3 +154,9 @@ def check_files(sizes: DecoderSizes, shapes: Mapping[str, Sequence[int]], refere
             f"--quick expects {sizes.total:,} parameters from the sizes in the config, and the files of {reference!r} have "
             f"{stored:,}; leave --quick out to trace the model"
         )
+
+
+def positions_in_config(source: ModelSource) -> int | None:
+    """Return the number of positions that the config states, or None if it states none."""
+    positions = source.config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
