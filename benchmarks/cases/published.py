@@ -22,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import leave_one_out
 from published_page import PAGE
 from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
 
@@ -401,7 +402,11 @@ def main(arguments: list[str] | None = None) -> int:
     parts = (speed_table(scored, markdown=False), memory_table(scored, markdown=False))
     print(*parts, worst_rows(scored, markdown=False, count=25), sep="\n\n")
     if options.write:
+        left_out_rows = leave_one_out.read_rows()
+        ratios = leave_one_out.left_out_ratios(left_out_rows)
         page = PAGE.format(
+            left_out=leave_one_out.sentence(ratios),
+            left_out_table=leave_one_out.table(left_out_rows, ratios, markdown=True),
             summary=summary(scored),
             speed=speed_table(scored, markdown=True),
             memory=memory_table(scored, markdown=True),

@@ -6,6 +6,8 @@ Other people measured how fast transformers train on GPUs and published the numb
 model's config, the GPUs and the settings. This page compares the two. An error of +10 % means that the prediction is 10 % more
 than the measurement: more tokens per second, or more memory.
 
+{left_out}
+
 {summary}
 
 These runs train whole models: none of them uses an adapter (LoRA). They ran in other programs, such as Megatron-LM, LLM Foundry
@@ -21,6 +23,21 @@ eight settings of BERT-large ([GPU check](gpu_check.md#bert-large-by-eight-setti
   -1 is the reverse. Pairs of rows whose measured speeds differ by less than 2 % are not compared. **Order at one length** ranks
   the rows of one sequence length, which often differ by a few percent only.
 - **Used for fitting**: some constants of the formulas were fitted to these rows. All other rows test the formulas.
+
+## Each source left out
+
+The factors of a chip were fitted to some of these sources. So the table above is partly about the fit. Here, for each source, the
+factors of its chip are fitted again to the other sources, and the source is predicted with them. A chip that no other source
+measured gets the factors of chips that nobody measured. *Today* is the prediction with the factors that Upshift uses.
+
+{left_out_table}
+
+```console
+python benchmarks/cases/leave_one_out.py        # prints this table from the rows, in half a minute
+```
+
+- **Within 25%**: the share of runs whose error is at most 25 %. The goal is 90 %.
+- **In interval**: the share of runs that lie in the printed interval of a step's time, 0.60 to 1.60. The goal is 90 %.
 
 ## Memory
 

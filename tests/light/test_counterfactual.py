@@ -416,12 +416,10 @@ def test_a_link_that_is_unknown_is_stated_where_the_host_is_named() -> None:
     workload, terms = Workload(sequence_length=4096, global_batch=BATCH), ComparisonTerms(prices={})
 
     def plan_on(host: Host, workload: Workload) -> Planning:
-        return plan_training(SOURCE, host, workload, described=True)
+        return plan_training(SOURCE, host, workload, described=True, profiler=lambda *_, **named: make_profile())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("upshift.planning.planner.profile_model", lambda source, **named: make_profile())
-        with pytest.raises(RequestError, match="HOST@LINK") as problem:
-            compare(read_hosts("2xepyc-9654"), workload, terms, plan_on=plan_on)
+    with pytest.raises(RequestError, match="HOST@LINK") as problem:
+        compare(read_hosts("2xepyc-9654"), workload, terms, plan_on=plan_on)
     assert "--on" not in str(problem.value)
 
 

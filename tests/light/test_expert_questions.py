@@ -1,4 +1,4 @@
-"""Forty-six questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
+"""Fifty-eight questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
 
 The models are made from their sizes (made_sizes.py, made_generators.py) and the hosts are described, so nothing is traced. A
 question names who publishes its answer.
@@ -32,7 +32,7 @@ TORCHTITAN_PAPER = "https://arxiv.org/abs/2410.06511"
 PLAYBOOK = "https://huggingface.co/spaces/nanotron/ultrascale-playbook"
 ZERO_PAPER = "https://arxiv.org/abs/1910.02054"
 QLORA = "https://arxiv.org/abs/2305.14314"
-UNSLOTH = "https://docs.unsloth.ai/get-started/beginner-start-here/unsloth-requirements"
+UNSLOTH = "https://unsloth.ai/docs/get-started/fine-tuning-for-beginners/unsloth-requirements"
 TORCHTUNE = "https://github.com/pytorch/torchtune"
 MEGATRON = "https://arxiv.org/abs/2104.04473"
 VLLM = "https://docs.vllm.ai/en/v0.8.4/serving/distributed_serving.html"
@@ -44,6 +44,10 @@ SIZES = {
     "124M": Size(768, 2048, 12, 12, 12, 32000),
     "1B": Size(2048, 8192, 16, 32, 8),
     "7B": Size(4096, 11008, 32, 32, 32, 32000),
+    "350M": Size(1024, 4096, 24, 16, 16, 50304),
+    "3B": Size(3072, 8192, 28, 24, 8),
+    "14B": Size(5120, 17408, 40, 40, 8, 151936),
+    "32B": Size(5120, 27648, 64, 40, 8, 151936),
     "8B": Size(4096, 14336, 32, 32, 8),
     "13B": Size(5120, 13824, 40, 40, 40, 32000),
     "70B": Size(8192, 28672, 80, 64, 8),
@@ -157,6 +161,18 @@ TRAINING = (
         "LoRA of 70B on 8 H100 divides the frozen weights", TORCHTUNE, "70B", "8xh100", lambda plan: shares_states(plan) == 8,
         batch=16, adapter="lora",
     ),
+    Question("350M trains on one A100 without recomputation", NANOGPT, "350M", "a100-40gb", is_bare, length=1024),
+    Question("3B with fp32 states does not fit a 24 GB card", ZERO_PAPER, "3B", "rtx-4090", None, batch=16),
+    Question("3B with fp32 states fits one H100", ZERO_PAPER, "3B", "h100", is_bare, batch=32, length=4096),
+    Question("3B that fits one A100 is data parallel on two", PLAYBOOK, "3B", "2xa100-80gb", is_plain, batch=32, length=4096),
+    Question("LoRA of 3B fits a 24 GB card", UNSLOTH, "3B", "rtx-4090", is_alone, batch=16, adapter="lora"),
+    Question("8B on 4 A100 shards states alone", PLAYBOOK, "8B", "4xa100-80gb", is_sharded_alone, batch=32, length=4096),
+    Question("LoRA of 8B on two H100 is data parallel", PLAYBOOK, "8B", "2xh100", is_plain, batch=32, adapter="lora"),
+    Question("14B on 8 H100 shards states alone", TORCHTITAN, "14B", "8xh100", is_sharded_alone, length=4096),
+    Question("QLoRA of 14B fits a 24 GB card", UNSLOTH, "14B", "rtx-4090", is_alone, batch=8, adapter="qlora"),
+    Question("QLoRA of 32B fits one H100", UNSLOTH, "32B", "h100", is_alone, batch=16, adapter="qlora"),
+    Question("32B on 16 H100 shards states alone", TORCHTITAN, "32B", "2x8xh100@ib-ndr", is_sharded_alone, length=4096),
+    Question("124M on two cards is data parallel", NANOGPT, "124M", "2xrtx-4090", is_plain, batch=256, length=1024),
     Question("8x7B with fp32 states is too large for 8 H100", ZERO_PAPER, "8x7B", "8xh100", None, length=4096),
     Question(
         "8x7B on 64 H100 divides experts or shards, and has no pipeline", TORCHTITAN_PAPER, "8x7B", "8x8xh100@ib-ndr",

@@ -111,6 +111,7 @@ def test_the_same_option_says_the_same() -> None:
     different = {name: kinds for name, kinds in texts.items() if len(kinds) > 1}
     assert different == {
         "--set": {("None", "FIELD=VALUE"), ("None", "NAME=VALUE")},  # of a plan, and of generation
+        "--write": {("None", ""), ("None", "PROGRAM")},  # of the numbers in the documents, and of a plan
         "--output": {("None", "PATH"), ("None", "FOLDER")},
         "--objective": {("None", "NAME"), ("None", "NAME,NAME")},  # of a training, and of a search
     }

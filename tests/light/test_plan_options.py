@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from upshift.cli.main import app
 from upshift.cli.options import LAYOUT_FLAGS
-from upshift.errors import RequestError
+from upshift.cli.plan import questions
+from upshift.errors import NothingFits, RequestError
+from upshift.hardware import describe
+from upshift.hardware.spec import Host
+from upshift.models.source import ModelSource
+from upshift.planning.workload import Workload
 
 MODEL = "/no/such/model"
 OF_TRAINING = (
@@ -66,3 +73,34 @@ def test_what_is_used_is_not(used: str) -> None:
 def test_a_batch_that_nobody_trains_with() -> None:
     with pytest.raises(RequestError, match="from 1 to 10000000"):
         app(["plan", MODEL, "--global-batch", "1000000000000"], standalone_mode=False)
+
+
+def test_largest_offloads_frozen_weights_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plan of a given size does: on a CPU alone, and only if the user did not fix where the weights are."""
+    asked: list[tuple[str, ...]] = []
+
+    def find(dimension: str, host: Host, workload: Workload, *, fixed: tuple[str, ...], **others: object) -> tuple[str, ...]:
+        asked.append(fixed)
+        if fixed[-1:] != ("weight_offload=disk",):
+            raise NothingFits("nothing fits")
+        return fixed
+
+    monkeypatch.setattr(questions, "find_largest", find)
+    source = ModelSource(reference="m", directory=Path("m"), config={}, adapter={"r": 4})
+    workload = Workload(sequence_length=64, global_batch=8)
+
+    def largest(on: str, source: ModelSource, fixed: tuple[str, ...] = ()) -> object:
+        asked.clear()
+        request = questions.Request(source, workload, on, fixed, as_json=True)
+        host = describe(on).changed(disk_bytes_per_second=2e9)
+        return questions.find_largest_with_offload(request, host, "sequence")
+
+    assert largest("epyc-9654-768gb", source, ("precision=fp32",)) == ("precision=fp32", "weight_offload=disk")
+    for on, other, fixed in (
+        ("h100", source, ()),
+        ("epyc-9654-768gb", source.changed(adapter=None), ()),
+        ("epyc-9654-768gb", source, ("weight_offload=none",)),
+    ):
+        with pytest.raises(NothingFits):
+            largest(on, other, fixed)
+        assert asked == [fixed]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from upshift.cli import doctor, tables, train, train_xla, tune
+from upshift.cli.plan import ranking
 from upshift.cli.progress import Activity
 from upshift.cli.run_display import RunDisplay
 from upshift.debugging.finding import Finding
@@ -140,7 +141,7 @@ SHOWN: dict[str, Callable[[str], Any]] = {
     "trials": lambda text: tables.trials_table([failed_trial(text)], failed_trial("x")),
     "a study": lambda text: tune._table([tune_row(text)]),
     "a finding": lambda text: doctor.show_finding(finding(text)),
-    "a subject": lambda text: tables.subject_line(text, SimpleNamespace(name=text), text),  # type: ignore[arg-type]
+    "a subject": lambda text: ranking.subject_line(text, SimpleNamespace(name=text), text),  # type: ignore[arg-type]
     "a detail": lambda text: tables.print_detail("type", text),
     "a note": tables.dim,
     "a line of progress": lambda text: Activity(text).line(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from made_up_plans import made_up_planning
 
 from upshift.cli import tables
-from upshift.cli.plan import command
+from upshift.cli.plan import command, ranking
 from upshift.planning.cost.memory import MEMORY_PARTS
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
@@ -42,11 +43,10 @@ def test_names_are_whole_and_lines_fit(host: str, width: int, monkeypatch: pytes
     memory = planning.numbers(planning.ranking.candidates[0]).memory
     for name in (*memory, *(part for part in MEMORY_PARTS if any(row.get(part, 0.0) > 0.01 for row in memory.values()))):
         assert {*name.split()} <= {*words}, name
-    heads = ["tok/s", "step", "alloc.", "held", "tier", *(["resv."] if "a100" in host else [])]
     header = next(line for line in lines if "tok/s" in line).split()
-    assert [name for name in header if name in heads] and {*heads} <= {*header}
-    for _, candidate, _ in tables.folded_rows(planning.ranking.candidates, rows=5):
-        assert {*candidate.plan.label().split()} <= {*words}
+    assert {"tok/s", "step", "held"} <= {*header}
+    assert "resv." not in header or "a100" in host
+    assert width < 120 or {"alloc.", "bound"} <= {*header}
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -62,17 +62,14 @@ def test_large_numbers_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_say_the_same_are_one() -> None:
     candidates = PLANNINGS["8xa100-40gb"].ranking.candidates
-    rows = tables.folded_rows(candidates, rows=5)
+    rows = ranking.folded_rows(candidates, rows=5)
     assert len(rows) == 5 and rows[0][1] is candidates[0]
-    for _, first, _ in rows:
-        near = [other for _, other, _ in rows if other is not first and abs(other.time.total / first.time.total - 1) < 0.005]
-        for other in near:  # told apart by memory, or by more than one choice at a time
-            apart = [getattr(first.plan, name) != getattr(other.plan, name) for name in tables.COST_KEY]
-            ratios = (
-                other.memory.peak / first.memory.peak, other.resident / first.resident,
-                other.tokens_per_second / first.tokens_per_second,
-            )  # fmt: skip
-            assert sum(apart) > 1 or any(abs(ratio - 1) > tables.SAME for ratio in ratios)
+    for (_, first, _), (_, other, _) in itertools.combinations(rows, 2):  # told apart by time or memory
+        ratios = (
+            other.time.total / first.time.total, other.tokens_per_second / first.tokens_per_second,
+            other.memory.peak / first.memory.peak, other.resident / first.resident,
+        )  # fmt: skip
+        assert any(abs(ratio - 1) > 0.01 for ratio in ratios)
 
 
 def test_twins_of_the_best_are_folded_and_others_are_not() -> None:
@@ -81,10 +78,9 @@ def test_twins_of_the_best_are_folded_and_others_are_not() -> None:
     of_both = replace(best, plan=best.plan.model_copy(update={"precision": "fp16", "optim": "adamw_torch"}))
     slower = replace(twin, tokens_per_second=0.98 * best.tokens_per_second)
     larger = replace(twin, resident=1.02 * best.resident)
-    assert [row[2] for row in tables.folded_rows([best, twin, of_both], rows=5)] == [2]
-    assert [row[2] for row in tables.folded_rows([best, of_both], rows=5)] == [0, 0]
-    assert [row[0] for row in tables.folded_rows([best, larger, slower], rows=5)] == ["1", "2", "3"]
-    assert [row[:1] + row[2:] for row in tables.folded_rows([best, larger, twin], rows=1)] == [("1", 1)]
+    assert [row[2] for row in ranking.folded_rows([best, twin, of_both], rows=5)] == [2]
+    assert [row[0] for row in ranking.folded_rows([best, larger, slower], rows=5)] == ["1", "2", "3"]
+    assert [row[:1] + row[2:] for row in ranking.folded_rows([best, larger, twin], rows=1)] == [("1", 1)]
 
 
 def test_each_number_says_how_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +105,7 @@ def test_a_plain_default_that_does_not_fit_shows_no_speed(width: int, monkeypatc
 
     def plain_row(default: Candidate) -> str:
         text = printed(replace(planning, default=default), width, monkeypatch)
-        return text.partition("\n plain")[2].partition("Memory in GiB")[0]
+        return text.partition("The plain default")[2].partition("Its step")[0]
 
     fitting = planning.ranking.candidates[0]
     too_large = planning.default
@@ -117,4 +113,4 @@ def test_a_plain_default_that_does_not_fit_shows_no_speed(width: int, monkeypatc
     assert f"{fitting.tokens_per_second:,.0f}" in plain_row(fitting)
     row = plain_row(too_large)
     assert f"{too_large.tokens_per_second:,.0f}" not in row and f"{too_large.resident / 2**30:.2f}" in row
-    assert ("does not fit" in row) == (width == 120)
+    assert "does not fit" in row

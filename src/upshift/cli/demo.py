@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from upshift.cli import tables
 from upshift.cli.options import option, output_folder
+from upshift.cli.plan.ranking import print_plans
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -52,7 +53,7 @@ def command(
 
 def _print_result(result: Any) -> None:
     prepared = result.prepared
-    tables.out.print(tables.plans_table(prepared.planning, rows=3))
+    print_plans(prepared.planning, rows=3)
     if prepared.proof is not None:
         tables.out.print(tables.trials_table(prepared.proof.tried, prepared.proof.chosen))
     tables.out.print("The trained model continues a prompt", style="bold")

@@ -18,28 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from upshift.cli.progress import activity
-from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
 from upshift.models.source import ALL_LINEAR, AdapterOptions
-from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import SampleUnit, sample_unit
-from upshift.planning.cost.uncertainty import Number
-from upshift.planning.planner import Planning
-from upshift.planning.search.ranking import COST_KEY, Candidate
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.trials.select import Tried
-from upshift.record import Basis, Numbers, compared_numbers
+from upshift.record import Numbers, compared_numbers
 from upshift.units import GIB, format_count, format_seconds
 
-SAME = 0.01  # relative difference of time or memory that no prediction can tell apart
 SHOWN_PLANS = 5  # in a table for which the user gives no number
-SMALL_GIB = 0.005  # a smaller part of the memory is not printed
-COLUMN_SPACE = 2  # beside the text of a column
-NUMBER_WIDTH = 9  # of a column of the memory table, with its space
-PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
-NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
 RATES: dict[SampleUnit, str] = {"tokens": "tok/s", "images": "images/s"}
-TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 
 def new_console(*, stderr: bool = False, file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -119,9 +107,11 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
     return table
 
 
-def plans_title(ranked: int, rejected: int, host: Host) -> str:
-    that_fit = " that fit" if unknown_memory(host) is None else ""
-    return f"Best of {ranked:,} plans{that_fit} ({rejected:,} rejected)"
+def wrap_items(items: list[str], width: int) -> str:
+    """Join the items with commas in lines of at most ``width`` characters. A line breaks between items only."""
+    unbroken = ", ".join(item.replace(" ", NO_BREAK) for item in items)
+    lines = textwrap.wrap(unbroken, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(NO_BREAK, " ")
 
 
 def adapter_line(options: AdapterOptions) -> str | None:
@@ -139,149 +129,6 @@ def adapter_line(options: AdapterOptions) -> str | None:
     beside = f", beside {', '.join(saved)}, trained whole" if saved else ""
     weights = "; the frozen weights are stored in NF4" if options.load_in_4bit else ""
     return f"{kind} of rank {options.lora_rank}{details} around {target}{beside}{weights}"
-
-
-def subject_line(architecture: str, host: Host, size: str) -> Text:
-    """Return the first line of the answers of ``upshift plan``: the model, the host, and the size of the work."""
-    return Text.assemble((architecture, "bold"), " on ", (host.name, "bold"), f", {size}")
-
-
-def plans_table(planning: Planning, *, rows: int) -> Table:
-    """Return the best plans, one row for plans that are alike, and the plain default below them."""
-    ranking = planning.ranking
-    title = plans_title(len(ranking.candidates), ranking.num_rejected, planning.host)
-    wide = out.width >= 110
-    on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
-    memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    columns = (RATES[sample_unit(planning.profile)], "step ms", *memory, "tier")
-    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
-    table.padding = (0, 0)
-    table.columns[1].min_width = PLAN_WIDTH
-    folded = folded_rows(ranking.candidates, rows=rows)
-    for label, candidate, num_alike in [*folded, ("plain", planning.default, 0)]:
-        numbers = planning.numbers(candidate)
-        fits = label != "plain" or planning.job_memory.fits(candidate)  # the plans of a ranking fit
-        speed = (number(numbers.tokens_per_second), number(numbers.step_ms.p50 if numbers.step_ms else None))
-        sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
-        bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
-        table.add_row(
-            label,
-            Text.assemble(candidate.plan.label(), (f" and {num_alike:,} alike" if num_alike else "", "dim")),
-            *([numbers.binding_term if fits else "does not fit"] if wide else []),
-            *(speed if fits else ("-", "-")),
-            *(gib(size) for size in sizes),
-            "".join(basis.tier[0] for basis in bases),
-            end_section=label == folded[-1][0],
-        )
-    tiers = {candidate.basis(name).tier for _, candidate, _ in folded for name in NUMBERS}
-    legend = "; ".join(f"{tier[0]} {TIERS[tier]}" for tier in TIERS if tier in tiers)
-    reserved = "resv.: what the allocator holds; " if on_gpu else ""
-    table.caption = (
-        f"Memory in GiB. alloc.: tensors at the peak; {reserved}held: the whole {'device' if on_gpu else 'process'}. "
-        f"tier, of time, alloc. and held: {legend}."
-    )
-    return table
-
-
-def folded_rows(candidates: list[Candidate], *, rows: int) -> list[tuple[str, Candidate, int]]:
-    """Return (rank, plan, number of other plans that are alike) for each row.
-
-    Plans are alike that come from each other by one choice at a time, where none changes the predicted time or memory."""
-    groups: list[tuple[str, list[Candidate]]] = []
-    for rank, candidate in enumerate(candidates, start=1):
-        alike = next((group for _, group in groups if _is_alike(candidate, group)), None)
-        if alike is not None:
-            alike.append(candidate)
-        elif len(groups) < rows:
-            groups.append((str(rank), [candidate]))
-        elif candidate.tokens_per_second < (1 - SAME) * groups[-1][1][0].tokens_per_second:
-            break  # slower than every row: no later plan is alike
-    return [(rank, group[0], len(group) - 1) for rank, group in groups]
-
-
-def _is_alike(candidate: Candidate, group: list[Candidate]) -> bool:
-    first = group[0]
-    pairs = (
-        (candidate.tokens_per_second, first.tokens_per_second),
-        (candidate.time.total, first.time.total),
-        (candidate.memory.peak, first.memory.peak),
-        (candidate.resident, first.resident),
-    )
-    if any(abs(value - reference) > SAME * reference for value, reference in pairs):
-        return False
-    return any(_num_differences(candidate, member) == 1 for member in group)
-
-
-def _num_differences(a: Candidate, b: Candidate) -> int:
-    return sum(getattr(a.plan, name) != getattr(b.plan, name) for name in COST_KEY)
-
-
-def time_line(candidate: Candidate) -> str:
-    """Return a line about the parts of the best plan's step, the longest first."""
-    terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
-    shares = [f"{name} {seconds / candidate.time.total:.0%}" for name, seconds in terms if seconds > 0.005 * candidate.time.total]
-    return f"Its step is bound by {', '.join(shares)}\n"
-
-
-def memory_table(planning: Planning, candidate: Candidate) -> Table:
-    """Return a row for each phase. Its parts share one column, because a column for each would not fit."""
-    numbers = planning.numbers(candidate)
-    on_gpu = candidate.plan.device == "cuda"
-    columns = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*columns, "of it"))
-    table.columns[-1].justify = "left"
-    phase_width = max(map(len, numbers.memory), default=0) + COLUMN_SPACE
-    width = max(out.width - phase_width - len(columns) * NUMBER_WIDTH - 1, 24)
-    for phase, row in numbers.memory.items():
-        total = sum(row.values())
-        held = planning.job_memory.held_bytes(candidate, total * GIB) / GIB
-        sizes = [total, *([planning.job_memory.reserved_bytes(candidate, total * GIB) / GIB] if on_gpu else []), held]
-        parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
-        texts = [f"{part} {gib(size)}" for part, size in parts]
-        table.add_row(phase, *(gib(size) for size in sizes), wrap_items(texts, width))
-    return table
-
-
-def wrap_items(items: list[str], width: int) -> str:
-    """Join the items with commas in lines of at most ``width`` characters. A line breaks between items only."""
-    unbroken = ", ".join(item.replace(" ", NO_BREAK) for item in items)
-    lines = textwrap.wrap(unbroken, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace(NO_BREAK, " ")
-
-
-def uncertainty_lines(numbers: Numbers) -> list[str]:
-    """Return a line for each predicted number: its basis, and the factors between which the measured one should lie."""
-    step_basis = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
-    lines = []
-    for name, basis in (("Time", step_basis), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
-        if basis is None or basis.interval is None:
-            continue
-        low, high = basis.interval
-        runs = f" ({basis.num_records:,} {'run' if basis.num_records == 1 else 'runs'})" if basis.num_records else ""
-        lines.append(f"{name}: {TIERS.get(basis.tier, basis.tier)}{runs}; expect {low:.2f}x to {high:.2f}x")
-    probability = numbers.out_of_memory_probability
-    if probability is not None:
-        lines.append(f"Probability of running out of memory: {probability:.1%}")
-    return lines
-
-
-def reasons_table(planning: Planning) -> Table:
-    wide = out.width >= 120
-    columns = ("choice", "value", "runner-up", "its cost", *(["it trades"] if wide else []))
-    table = new_table("Why, and what the runner-up would cost", *columns)
-    for reason in planning.reasons:
-        row = [reason.choice, reason.value, reason.runner_up, reason.runner_up_cost]
-        table.add_row(*row, *([reason.why] if wide else []))
-    return table
-
-
-def rejected_table(planning: Planning, *, rows: int = 4) -> Table | None:
-    if not planning.ranking.rejected:
-        return None
-    table = new_table("Some of the rejected", "plan", "why")
-    for entry in planning.ranking.rejected[:: max(len(planning.ranking.rejected) // rows, 1)][:rows]:
-        table.add_row(entry.plan.label(), entry.reason)
-    return table
 
 
 def trials_table(tried: list[Tried], chosen: Tried) -> Table:

@@ -351,6 +351,7 @@ class ModelProfile(Value):
     forward_flops: Polynomial  # the whole model's, by flop_convention, without recomputation
     backward_flops: Polynomial  # likewise
     flop_convention: str = FLOP_CONVENTION
+    is_estimated: bool = False  # from the sizes in the config, without a trace
 
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool, tensor_parallel: int = 1) -> StepTrace | None:
         for step in self.steps:

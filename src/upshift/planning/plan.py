@@ -25,6 +25,8 @@ LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
+CHOICE_KINDS = ("precision", "micro-batch", "ranks", "layout", "recompute", "compile", "optimizer", "other")
+SEPARATOR = " · "  # between the choices of a label
 # With compiled layers there are fewer widths, because each new width compiles a layer again.
 PAD_MULTIPLE = 8
 COMPILED_PAD_MULTIPLE = 64
@@ -151,30 +153,34 @@ class Plan(Value):
     def parameter_bytes(self) -> int:
         return 2 if self.precision == "bf16-weights" else 4
 
+    def choices(self) -> tuple[tuple[str, str], ...]:
+        """Return (kind, text) for each choice that is not the plain one. Kinds are those of CHOICE_KINDS."""
+        recomputed = f"recompute {self.activation_checkpointing}{HOW_RECOMPUTED[self.recompute_granularity]}"
+        choices = [
+            (True, "precision", self.precision),
+            (True, "micro-batch", f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"),
+            (self.num_processes > 1, "ranks", self._processes_label()),
+            (self.layout != ALONE, "layout", self.layout.label()),
+            (self.activation_checkpointing > 0, "recompute", recomputed),
+            (self.attention != "sdpa", "other", f"{self.attention} attention"),
+            (self.torch_compile != "off", "compile", f"compile {self.torch_compile}"),
+            (self.fused_kernels, "other", "fused kernels"),
+            (self.loss_kernel != "eager", "other", f"{self.loss_kernel} loss"),
+            (self.loss_chunk_tokens > 0, "other", "chunked loss"),
+            (self.packing, "other", "packed"),
+            (self.host_memory != "system", "other", "keep memory"),
+            (self.weight_offload != "none", "other", f"weights on {self.weight_offload}"),
+            (self.activation_offload, "other", "activations on host"),
+            (True, "optimizer", f"{self.optim} {self.optim_args}" if self.optim_args else self.optim),
+            (self.mup_base != "", "other", f"muP from {self.mup_base}"),
+            (self.optimizer_in_backward, "optimizer", "in backward"),
+            (self.optim_offload, "optimizer", "optimizer on host"),
+        ]
+        return tuple((kind, text) for is_chosen, kind, text in choices if is_chosen)
+
     def label(self) -> str:
         """Return one short line: ``bf16 · 4 x 2 · compile layer · adamw_torch_fused``."""
-        recomputed = f"recompute {self.activation_checkpointing}{HOW_RECOMPUTED[self.recompute_granularity]}"
-        parts = [
-            (True, self.precision),
-            (True, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"),
-            (self.num_processes > 1, self._processes_label()),
-            (self.layout != ALONE, self.layout.label()),
-            (self.activation_checkpointing > 0, recomputed),
-            (self.attention != "sdpa", f"{self.attention} attention"),
-            (self.torch_compile != "off", f"compile {self.torch_compile}"),
-            (self.fused_kernels, "fused kernels"),
-            (self.loss_kernel != "eager", f"{self.loss_kernel} loss"),
-            (self.loss_chunk_tokens > 0, "chunked loss"),
-            (self.packing, "packed"),
-            (self.host_memory != "system", "keep memory"),
-            (self.weight_offload != "none", f"weights on {self.weight_offload}"),
-            (self.activation_offload, "activations on host"),
-            (True, f"{self.optim} {self.optim_args}" if self.optim_args else self.optim),
-            (self.mup_base != "", f"muP from {self.mup_base}"),
-            (self.optimizer_in_backward, "in backward"),
-            (self.optim_offload, "optimizer on host"),
-        ]
-        return " · ".join(text for is_chosen, text in parts if is_chosen)
+        return SEPARATOR.join(text for _, text in self.choices())
 
     def _processes_label(self) -> str:
         if self.device == "cpu":

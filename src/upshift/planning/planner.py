@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -16,13 +16,13 @@ from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
-from upshift.models.tracing.profile_model import profile_model
+from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.search.feasibility import JobMemory
-from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
+from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of, with_wider_intervals
 from upshift.planning.search.search import search
 from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
@@ -155,25 +155,28 @@ def plan_training(
     fixed: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
     described: bool = False,
+    profiler: Profiler = profile_model,
 ) -> Planning:
     """Rank the plan space.
 
-    ``described``: the host is not this machine, so earlier runs here do not count. Raise RequestError for a wrong request, and
-    NothingFits with the nearest plan if nothing fits.
+    ``described``: the host is not this machine, so earlier runs here do not count. ``profiler``: makes the model's profile. Raise
+    RequestError for a wrong request, and NothingFits with the nearest plan if nothing fits.
     """
     check_device(host, source)
     if fixes_weight_offload(fixed) and not described:
         host = with_disk_rate(host, source)
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
+    make_profile = partial(profiler, source, sequence_length=workload.sequence_length, progress=progress)
 
     def search_with(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
-        profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
+        profile, ranking = _search(make_profile, host, workload, fixed, calibration, selective=False)
         deciding = ("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)
         is_recomputation_free = not any(assignment.startswith(deciding) for assignment in fixed)
         is_memory_short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-        if is_memory_short and is_recomputation_free and profile.declares.gradient_checkpointing:
-            return _search(source, host, workload, fixed, progress, calibration, selective=True)
+        has_selective = profile.is_estimated or not profile.declares.gradient_checkpointing
+        if is_memory_short and is_recomputation_free and not has_selective:
+            return _search(make_profile, host, workload, fixed, calibration, selective=True)
         return profile, ranking
 
     added: tuple[str, ...] = ()
@@ -242,22 +245,19 @@ def calibrate_and_filter(
 
 
 def _search(
-    source: ModelSource,
+    make_profile: Callable[..., ModelProfile],
     host: Host,
     workload: Workload,
     fixed: tuple[str, ...],
-    progress: Progress,
     calibration: Calibration,
     *,
     selective: bool,
 ) -> tuple[ModelProfile, Ranking]:
-    profile = profile_model(
-        source,
-        sequence_length=workload.sequence_length,
-        variants=variants_for(host, workload, fixed, selective=selective),
-        progress=progress,
-    )
+    profile = make_profile(variants=variants_for(host, workload, fixed, selective=selective))
     ranking = search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
+    if profile.is_estimated:
+        ranking = with_wider_intervals(ranking)
+        calibration = NO_RECORDS  # it corrects what a trace gives
     return profile, calibrate_and_filter(ranking, host, profile, workload, calibration)
 
 

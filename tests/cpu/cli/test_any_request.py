@@ -16,7 +16,7 @@ from made_requests import measured_cpus, model_of, pairs_of
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
-from upshift.models.profile import Objective
+from upshift.models.profile import ModelProfile, Objective
 from upshift.models.source import ModelSource
 from upshift.planning import planner
 from upshift.planning.analysis.lock_file import check_lock, lock_plan
@@ -84,9 +84,12 @@ def ask(request: dict[str, Any]) -> None:
         largest = find_largest(request["question"], host, workload, fixed=fixed, trace=trace)
         assert largest.value > 0
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "profile_model", lambda source, *, sequence_length, **named: trace(sequence_length, ()))
-        planning = plan_training(SOURCE, host, workload, fixed=fixed, described=True)
+
+    def profiler(source: ModelSource, *, sequence_length: int, **named: Any) -> ModelProfile:
+        profile: ModelProfile = trace(sequence_length, ())
+        return profile
+
+    planning = plan_training(SOURCE, host, workload, fixed=fixed, described=True, profiler=profiler)
     check_planning(planning, fixed)
     if request["question"] == "why":
         for choice in ("precision=fp32", "per_device_train_batch_size=1", "activation_checkpointing=0", "fully_shard=optimizer"):

@@ -17,8 +17,11 @@ from upshift.models.source import find_model
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.profile_model import profile_model
 from upshift.planning import optimizers as named
+from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan
+from upshift.planning.programs.job import Job
+from upshift.planning.programs.write import write_training
 from upshift.planning.search import space
 from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Candidate, cost_plan
@@ -242,3 +245,16 @@ def test_a_whole_plan_for_a_described_gpu(folder: Path) -> None:
     planning = plan(str(folder), sequence_length=128, global_batch=8, on="1xh100", allow=("fp8", "muon"), fixed=fixed)
     assert planning.best.precision == "fp8" and planning.best.optim == "muon"
     assert planning.best.changes_mathematics == ("fp8", "muon")
+
+
+def test_accelerate_takes_the_configuration_of_a_plan(tmp_path: Path) -> None:
+    parser = pytest.importorskip("accelerate.commands.config.config_args", reason="accelerate is not installed")
+    layout = Layout(fully_shard="weights", shard_size=4, tensor_parallel=2)
+    written = Plan(
+        device="cuda", host="h", model="m", sequence_length=512, precision="bf16", num_processes=8, layout=layout,
+        per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    write_training("accelerate", tmp_path / "a.yaml", written, Job(model="m", num_layers=2, layer_classes=("Layer",)))
+    config = parser.load_config_from_file(str(tmp_path / "a.yaml"))
+    assert config.num_processes == 8 and config.fsdp_config["fsdp_version"] == 2
+    assert config.parallelism_config["parallelism_config_tp_size"] == 2

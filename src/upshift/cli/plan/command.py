@@ -38,9 +38,10 @@ from upshift.cli.options import (
     with_adapter_options,
     with_layout_flags,
 )
+from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
-from upshift.cli.plan import questions
 from upshift.cli.plan.questions import refuse_unused
+from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
@@ -50,7 +51,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source, plan_training
+from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -110,64 +111,72 @@ Rows = Annotated[
 @with_adapter_options
 def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
-    global_batch: GlobalBatch = 8, on: On = None, set_: Set = None, allow: AllowAny = "", data: Data = None,
-    text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
+    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
+    data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
     encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
     concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,
-    max_tpot_ms: MaxTpot = None, why: questions.Why = None,
-    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
+    max_tpot_ms: MaxTpot = None, why: questions.Why = None, shadow_prices: questions.ShadowPrices = False,
+    largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
-    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = None, html: Html = None, as_json: Json = False,
+    lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
+    rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
-    fixed = tuple(set_ or ())
+    quick.check_options(context, quick=is_quick)
     if generate or encode:
         generation = (prompt_length, output_length, concurrency)
         limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
-        generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
-        allowed = split_names(allow)
+        target = exchange.write_target(write, serves=True)
+        generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length, quick=is_quick)
+        allowed, fixed = split_names(allow), tuple(set_ or ())
         inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
-        plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
+        plan_inference.run(model, inference, plan_inference.Output(rows, as_json, target), on=on, fixed=fixed, is_quick=is_quick)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
     _check_page(html)
     asked.check(on)
+    target = exchange.write_target(write)
+    fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head)
-    if options.has_pairs:
-        _check_takes_pairs(source, options)
-    length = sequence_length_of(source, sequence_length)
+    _check_takes_pairs(source, options)
+    length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
-    request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
+    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
     host = request.host()
     with tables.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
+        planning = request.plan(host, progress)
     answers = asked.answers(request, planning)
+    exchange.write_plan(target, planning, model, adapter, data)
+    _write_page(html, planning, model)
+    if as_json:
+        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
+        return
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
+    answers.print(sample_unit(planning.profile))
+    tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
+
+
+def _write_page(html: Path | None, planning: Planning, model: str) -> None:
     if html is not None:
         from upshift.reports.plan.page import write_plan_page
 
         write_plan_page(html, planning, model=model)
         tables.err.print(f"Page: {html}", highlight=False)
-    if as_json:
-        document = planning.document(num_plans=rows or MAX_SHOWN_PLANS)
-        sys.stdout.write(json.dumps(document | answers.document()) + "\n")
-        return
-    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
-    answers.print(sample_unit(planning.profile))
 
 
 def _check_page(html: Path | None) -> None:
@@ -190,6 +199,8 @@ def _check_data_options(risk: float | None, data: str | None, options: DataOptio
 
 def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
     """Raise RequestError for a model that ``upshift train`` refuses for pairs because of its loss or its rewards."""
+    if not options.has_pairs:
+        return
     with tables.step("Testing whether the model can compare pairs"):
         from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 
@@ -237,23 +248,23 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
-    tables.out.print(tables.subject_line(planning.profile.architecture, host, size))
+    tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
         tables.dim(f"Between nodes: {network}")
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
-    tables.out.print(tables.plans_table(planning, rows=rows))
+    ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
-    tables.out.print(tables.time_line(best), highlight=False)
-    tables.out.print(tables.memory_table(planning, best))
-    tables.out.print(tables.reasons_table(planning))
-    rejected = tables.rejected_table(planning)
-    if rejected is not None:
-        tables.out.print(rejected)
+    tables.out.print(ranking.time_line(best), highlight=False)
+    tables.out.print(ranking.memory_table(planning, best))
+    tables.out.print(ranking.reasons_table(planning))
+    ranking.print_rejected(planning.ranking.rejected)
     tables.out.print(unknown_memory(host) or planning.shadow_price)
-    for line in tables.uncertainty_lines(numbers):
+    if planning.profile.is_estimated:
+        tables.dim(ESTIMATED)
+    for line in ranking.uncertainty_lines(numbers):
         tables.dim(line)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
         for reason in planning.job_memory.describe_problems(candidate):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import option
+from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
+from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
+from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import InferenceWorkload
+from upshift.planning.inference.plan import CHOICE_KINDS, InferenceWorkload
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
@@ -41,13 +47,15 @@ def check_one_task(generate: bool, encode: bool) -> None:
 
 
 def fill_lengths(
-    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None
+    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None, *, quick: bool
 ) -> tuple[tuple[int, int, int | None], int]:
     """Return (prompt length, output length, concurrency) and the sequence length, with defaults for those that are None.
 
     Raise RequestError for more tokens than the model has positions for."""
     source = find_model(model)
     prompt, output, concurrency = generation
+    if quick:
+        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_of(source, sequence_length)
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
     options = ("--prompt-length", "--output-length")
@@ -76,25 +84,53 @@ def read_workload(
     )
 
 
+class Output(NamedTuple):
+    """Hold what is printed and written. ``rows``: how many plans; None: the default of a table, or of a JSON document."""
+
+    rows: int | None
+    as_json: bool
+    target: tuple[str, Path] | None  # the program whose configuration is written, and the file
+
+
 def run(
-    model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int | None, as_json: bool
+    model: str, workload: InferenceWorkload, output: Output, *, on: str | None, fixed: tuple[str, ...], is_quick: bool
 ) -> None:
-    """Print the ranked plans. ``rows``: how many of them; None: the default of a table, or of a JSON document."""
+    """Print the ranked plans."""
     source = find_model(model)
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
-        planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
-    if as_json:
-        sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS)) + "\n")
+        profile_by = profiler(source, quick=is_quick)
+        planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)
+    if output.target is not None:
+        _write_configuration(planning, *output.target)
+    if output.as_json:
+        sys.stdout.write(json.dumps(planning.document(num_plans=output.rows or MAX_SHOWN_PLANS)) + "\n")
         return
-    _print_planning(planning, rows=rows or tables.SHOWN_PLANS)
+    _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS)
     stored = source.config.get("quantization_config")
     if stored:
         tables.dim(
             f"{model} is stored with {stored.get('quant_method', 'a quantization')}. The plans count the weights as they were "
             "before, in the precision of the table"
         )
+
+
+def _write_configuration(planning: InferencePlanning, program: str, path: Path) -> None:
+    """Write the best plan as the file of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
+    from upshift.inference.engine_environment import arguments_of_plan
+    from upshift.planning.programs.write import write_document
+
+    plan = planning.best.plan
+    arguments = arguments_of_plan(plan)
+    if arguments is None:
+        raise RequestError(
+            f"a configuration of {program} cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
+            "own files alone; leave the names of integers out of --allow"
+        )
+    names = {name.replace("_", "-"): value for name, value in arguments.items()}
+    write_document(path, names | {"max-model-len": planning.workload.longest})
+    tables.err.print(f"Wrote {path}", highlight=False)
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
@@ -104,17 +140,15 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     if workload.task == "generate":
         lengths += f" + {workload.output_length}"
     concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
-    tables.out.print(tables.subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
-    tables.out.print(_plans_table(planning, rows=rows))
+    tables.out.print(subject_line(planning.profile.architecture, host, f"{lengths} tokens{concurrency}"))
+    _print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
     tables.out.print(_memory_table(numbers))
     tables.out.print(_reasons_table(planning))
-    rejected = _rejected_table(planning)
-    if rejected is not None:
-        tables.out.print(rejected)
+    print_rejected(planning.ranking.rejected)
     if workload.task == "generate":
         _print_vllm_command(planning)
     expected_error = "the error for such devices is unknown"
@@ -123,6 +157,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     unknown = unknown_memory(host)
     if unknown is not None:
         tables.out.print(unknown)
+    if planning.profile.is_estimated:
+        tables.dim(ESTIMATED)
     tables.dim(f"Predicted, untried: {expected_error}.")
 
 
@@ -167,24 +203,46 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
     tables.out.print(f"By Upshift: upshift {serve}", soft_wrap=True, highlight=False)
 
 
-def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
+def _print_plans(planning: InferencePlanning, *, rows: int) -> None:
+    """Print the best plans in columns, one row for plans with the same numbers."""
     ranking = planning.ranking
-    title = tables.plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
-    wide = tables.out.width >= 110
-    columns = ("tok/s", "per device", *(("req/s",) if wide else ()), "TTFT ms", "TPOT ms", "GiB")
-    table = tables.new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
-    table.padding = (0, 0)
-    table.columns[1].min_width = tables.PLAN_WIDTH
-    for index, candidate in enumerate(ranking.candidates[:rows], start=1):
+    title = plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
+    tables.out.print(Text(title, "bold"))
+    shown: list[Row] = []
+    compared: list[InferenceNumbers] = []
+    for rank, candidate in enumerate(ranking.candidates, start=1):
         numbers = planning.numbers(candidate)
-        table.add_row(
-            str(index), candidate.plan.label(), *([numbers.binding_term] if wide else []),
-            tables.number(numbers.tokens_per_second),
-            tables.number(numbers.tokens_per_second_per_device),
-            *([tables.number(numbers.requests_per_second, 2)] if wide else []), tables.number(numbers.ttft_ms, 1),
-            "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1), tables.gib(numbers.peak_gib),
-        )  # fmt: skip
-    return table
+        alike = next((index for index, first in enumerate(compared) if _is_alike(numbers, first)), None)
+        if alike is not None:
+            shown[alike] = replace(shown[alike], num_alike=shown[alike].num_alike + 1)
+        elif len(shown) < rows:
+            shown.append(Row(str(rank), choices_by_kind(candidate.plan.choices()), _number_cells(numbers)))
+            compared.append(numbers)
+        elif not _is_close(numbers.tokens_per_second, compared[-1].tokens_per_second):
+            break  # slower than every row: no later plan is alike
+    important = ("tok/s", "TPOT ms", "TTFT ms", "GiB", "per device", "req/s", "bound by")
+    print_rows(shown, CHOICE_KINDS, priority=important)
+
+
+def _is_alike(numbers: InferenceNumbers, first: InferenceNumbers) -> bool:
+    names = ("tokens_per_second", "ttft_ms", "tpot_ms", "peak_gib")
+    return all(_is_close(getattr(numbers, name) or 0.0, getattr(first, name) or 0.0) for name in names)
+
+
+def _is_close(value: float, reference: float) -> bool:
+    return abs(value - reference) <= SAME * reference
+
+
+def _number_cells(numbers: InferenceNumbers) -> dict[str, str]:
+    return {
+        "bound by": numbers.binding_term,
+        "tok/s": tables.number(numbers.tokens_per_second),
+        "per device": tables.number(numbers.tokens_per_second_per_device),
+        "req/s": tables.number(numbers.requests_per_second, 2),
+        "TTFT ms": tables.number(numbers.ttft_ms, 1),
+        "TPOT ms": "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1),
+        "GiB": tables.gib(numbers.peak_gib),
+    }
 
 
 def _time_line(numbers: InferenceNumbers) -> str:
@@ -211,14 +269,4 @@ def _reasons_table(planning: InferencePlanning) -> Table:
     table = tables.new_table("Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost")
     for reason in planning.reasons:
         table.add_row(reason.choice, reason.value, reason.runner_up, reason.runner_up_cost)
-    return table
-
-
-def _rejected_table(planning: InferencePlanning, *, rows: int = 4) -> Table | None:
-    rejected = planning.ranking.rejected
-    if not rejected:
-        return None
-    table = tables.new_table("Some of the rejected", "plan", "why")
-    for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
-        table.add_row(entry.plan.label(), entry.reason)
     return table

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,11 +17,11 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import LAYOUT_FLAGS, command_line_options, option
 from upshift.cli.usage.help_page import Panel
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import AdapterOptions, ModelSource
-from upshift.models.tracing.profile_model import profile_model
+from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
@@ -47,7 +48,7 @@ from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, expla
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
-from upshift.planning.search.space import fixes_weight_offload, with_disk_rate
+from upshift.planning.search.space import WEIGHT_OFFLOAD, automatic_weight_places, fixes_weight_offload, with_disk_rate
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import format_count, format_seconds
@@ -57,13 +58,13 @@ Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
     "train", "objective", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps",
     *AdapterOptions.model_fields,
-    "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
+    "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html", "from_",
 )  # fmt: skip
 OF_SEQUENCES = ("sequence_length", "global_batch")
 OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
 OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
 LIMITS = ("max_latency_ms", *OF_ANSWERS)
-OF_A_RANKING = ("html", "rows")
+OF_A_RANKING = ("html", "rows", "write")
 FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
     "batch": ("global_batch",),
     "sequence": ("sequence_length",),
@@ -71,12 +72,12 @@ FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_", "allow",
-    "lock", *OF_SEQUENCES, *LAYOUT_FLAGS,
+    "lock", "from_", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
-    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS, "write"),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, "nproc"),  # it counts processes of one host, and the hosts differ
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
@@ -175,10 +176,17 @@ class Request:
     fixed: tuple[str, ...]
     as_json: bool
     lengths_at: Callable[[int], LengthHistogram | None] | None = None  # of --data, cut at so many tokens
+    profiler: Profiler = profile_model
 
     def trace(self, sequence_length: int, variants: tuple[Variant, ...]) -> ModelProfile:
         with tables.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
-            return profile_model(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
+            return self.profiler(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
+
+    def plan(self, host: Host, progress: Callable[[int, int], None]) -> Planning:
+        described = self.on is not None
+        return plan_training(
+            self.source, host, self.workload, fixed=self.fixed, progress=progress, described=described, profiler=self.profiler
+        )
 
     def host(self) -> Host:
         with tables.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
@@ -286,15 +294,38 @@ class Answers:
 def _answer_largest(request: Request, dimension: str) -> None:
     host = request.host()
     check_fixed(request.fixed, host, request.source, request.workload)
-    largest = find_largest(
-        dimension, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
-        calibration=NO_RECORDS if request.on is not None else read_calibration(host),
-    )  # fmt: skip
+    largest = find_largest_with_offload(request, host, dimension)
     document = {
         "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
         "largest": largest.model_dump(mode="json"),
     }  # fmt: skip
     request.print(document, lambda: _print_largest(largest, host))
+
+
+def find_largest_with_offload(request: Request, host: Host, dimension: str) -> LargestResult:
+    """Return the largest size that fits. If none does, frozen weights wait outside the memory, as in a plan of a given size.
+
+    Raise NothingFits if no size fits then, either."""
+    calibration = NO_RECORDS if request.on is not None else read_calibration(host)
+
+    def find(host: Host, fixed: tuple[str, ...]) -> LargestResult:
+        return find_largest(
+            dimension, host, request.workload, fixed=fixed, trace=request.trace, lengths_at=request.lengths_at,
+            calibration=calibration,
+        )  # fmt: skip
+
+    try:
+        return find(host, request.fixed)
+    except NothingFits as nothing_fits:
+        source = request.source
+        has_frozen_files = source.adapter is not None and source.quantized_from is None and source.directory is not None
+        if not has_frozen_files or fixes_weight_offload(request.fixed):
+            raise
+        host = host if request.on is not None else with_disk_rate(host, source)
+        for place in automatic_weight_places(host):
+            with suppress(NothingFits):
+                return find(host, (*request.fixed, f"{WEIGHT_OFFLOAD}={place}"))
+        raise nothing_fits
 
 
 def _print_largest(largest: LargestResult, host: Host) -> None:
@@ -318,7 +349,9 @@ def _answer_compare(request: Request, questions: Questions) -> None:
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         with tables.bar(f"Planning for {host.name}") as progress:
-            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
+            return plan_training(
+                request.source, host, workload, fixed=request.fixed, progress=progress, described=True, profiler=request.profiler
+            )
 
     comparison = compare(hosts, request.workload, terms, plan_on=plan_on)
     document = {"workload": request.workload.model_dump(mode="json"), "comparison": comparison.model_dump(mode="json")}

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from upshift.importing import importing
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_cache import SegmentStore, key_of, load_or_compute, versions_of
 from upshift.models.source import ModelSource
+
+
+class Profiler(Protocol):
+    """Makes the profile of a model: by a trace, or by an estimate."""
+
+    def __call__(
+        self,
+        source: ModelSource,
+        *,
+        sequence_length: int,
+        variants: tuple[Variant, ...],
+        progress: Callable[[int, int], None] = ...,
+    ) -> ModelProfile: ...
 
 
 def profile_model(

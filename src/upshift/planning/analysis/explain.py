@@ -32,6 +32,7 @@ REASON_BY_CHOICE = {
     "host_memory": "no page faults for memory that comes back every step",
 }
 MAX_REJECTED = 200
+LEAST_GAIN = 0.0005  # printed as 0.1 %
 
 
 class Reason(Value):
@@ -138,9 +139,9 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleU
         if limit is not None and candidate.resident <= limit:
             reachable.append(candidate)
     fastest = max(reachable, key=lambda entry: entry.tokens_per_second, default=None)
-    if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
+    gain = 0.0 if fastest is None else fastest.tokens_per_second / best.tokens_per_second - 1
+    if fastest is None or gain < LEAST_GAIN:
         return "8 GiB more memory would not make it faster"
-    gain = fastest.tokens_per_second / best.tokens_per_second - 1
     return f"8 GiB more memory would give {gain:+.1%} {unit}/s ({fastest.plan.label()})"
 
 

@@ -26,6 +26,8 @@ STEP_INTERVAL = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 
 # (tests/cpu). Temporaries of compiled layers are predicted as if nothing were fused: 25 % too much for GPT-2 (tests/cpu).
 ALLOCATED_INTERVAL = (0.94, 1.04)
 COMPILED_ALLOCATED_INTERVAL = (0.75, 1.04)
+# What a quick plan adds to both ends of an interval.
+ESTIMATED_FACTORS: dict[Number, tuple[float, float]] = {"step": (0.9, 1.1), "allocated": (0.9, 1.1), "held": (0.9, 1.1)}
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: the peak of one more process.
 AGAIN_INTERVALS: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
 # Held memory of a plan that runs again, where micro-batches differ in size and freed memory stays with the process. Each size
@@ -55,6 +57,15 @@ def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
 def formula_basis(number: Number, plan: Plan) -> Basis:
     """Return the basis of a number that no run has corrected."""
     return Basis(tier="formula", interval=formula_interval(number, plan))
+
+
+def estimated_bases(plan: Plan) -> dict[Number, Basis]:
+    """Return the bases of the numbers of a model that was estimated from its sizes: wider intervals than those of a trace."""
+    bases: dict[Number, Basis] = {}
+    for number, (lower, upper) in ESTIMATED_FACTORS.items():
+        low, high = formula_interval(number, plan)
+        bases[number] = Basis(tier="formula", interval=(low * lower, high * upper))
+    return bases
 
 
 def remeasured(number: Number, ratios: Sequence[float]) -> Correction:

@@ -89,6 +89,7 @@ def plain_bytes(weights: WeightPrecision) -> int:
 
 
 Execution = Literal["eager", "graphs"]
+CHOICE_KINDS = ("weights", "kv", "replicas", "tp", "pp", "at once", "prefill", "execution")
 DEFAULT_GROUP = 128
 
 
@@ -129,14 +130,20 @@ class InferencePlan(Value):
         names = (WEIGHTS[self.weights].allow, CACHE_ALLOW.get(self.kv_cache))
         return tuple(name for name in names if name is not None)
 
+    def choices(self) -> tuple[tuple[str, str], ...]:
+        """Return (kind, text) for each choice that is not the plain one. Kinds are those of CHOICE_KINDS."""
+        choices = (
+            (True, "weights", self.weights if self.weights != "int4" else f"int4 g{self.group_size}"),
+            (self.kv_cache != self.weights, "kv", f"kv {self.kv_cache}"),
+            (self.replicas > 1, "replicas", f"{self.replicas} replicas"),
+            (self.tensor_parallel > 1, "tp", f"tp {self.tensor_parallel}"),
+            (self.pipeline_parallel > 1, "pp", f"pp {self.pipeline_parallel}"),
+            (True, "at once", f"{self.max_concurrency} at once"),
+            (True, "prefill", f"prefill {self.prefill_chunk_tokens}"),
+            (True, "execution", self.execution),
+        )
+        return tuple((kind, text) for is_chosen, kind, text in choices if is_chosen)
+
     def label(self) -> str:
         """Return one short line: ``fp8 · kv fp8 · 4 x tp 2 · 256 at once · prefill 2048 · graphs``."""
-        parts = [self.weights if self.weights != "int4" else f"int4 g{self.group_size}"]
-        if self.kv_cache != self.weights:
-            parts.append(f"kv {self.kv_cache}")
-        degrees = [f"tp {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
-        degrees += [f"pp {self.pipeline_parallel}"] if self.pipeline_parallel > 1 else []
-        copies = [f"{self.replicas} replicas"] if self.replicas > 1 else []
-        parts += copies + degrees
-        parts += [f"{self.max_concurrency} at once", f"prefill {self.prefill_chunk_tokens}", self.execution]
-        return " · ".join(parts)
+        return " · ".join(text for _, text in self.choices())

@@ -19,7 +19,7 @@ from upshift.hardware.catalog.efficiency import GEMM_EFFICIENCY
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
-from upshift.models.tracing.profile_model import profile_model
+from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
@@ -368,8 +368,9 @@ def plan_inference(
     *,
     fixed: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
+    profiler: Profiler = profile_model,
 ) -> InferencePlanning:
-    """Rank the plan space.
+    """Rank the plan space. ``profiler``: makes the model's profile.
 
     Raises RequestError for a wrong request, NothingFits with the nearest plan if nothing fits or answers fast enough.
     """
@@ -379,7 +380,7 @@ def plan_inference(
             "then plan for DIR"
         )
     read_fixed(fixed, host, workload)  # before the seconds that tracing takes
-    profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=(), progress=progress)
+    profile = profiler(source, sequence_length=PROFILE_LENGTH, variants=(), progress=progress)
     return plan_profile(profile, host, workload, fixed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from upshift.hardware.spec import Host
@@ -29,7 +29,7 @@ from upshift.planning.cost.process_memory import (
 )
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
-from upshift.planning.cost.uncertainty import Number, formula_basis, held_memory_spread
+from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.workload import Workload
@@ -268,3 +268,12 @@ class Coster:
         if len(memory_by_rank) == 1:
             return memory_by_rank[0]
         return max(memory_by_rank, key=lambda memory: memory.peak)
+
+
+def with_wider_intervals(ranking: Ranking) -> Ranking:
+    """Return the ranking of a model that was estimated from its sizes, whose numbers are less sure."""
+    return replace(
+        ranking,
+        candidates=[replace(candidate, bases=estimated_bases(candidate.plan)) for candidate in ranking.candidates],
+        too_big=[replace(candidate, bases=estimated_bases(candidate.plan)) for candidate in ranking.too_big],
+    )

@@ -1,0 +1,148 @@
+"""Judge each source of published training speeds by factors that did not see it.
+
+    python benchmarks/cases/leave_one_out.py        # a minute: from the rows of benchmarks/results/published.jsonl
+
+The planner has three factors for each kind of GPU: what matrix products, attention and memory traffic keep of the rates of single
+kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU,
+each source with the same weight. If no other source has rows on it, the factors for GPUs that nobody measured are taken. Then the
+source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from scipy.optimize import minimize
+
+from upshift.benchmarking.harness import format_table
+from upshift.hardware import describe
+from upshift.planning.cost.rates import SUSTAINED, SUSTAINED_ELSEWHERE, Sustained
+from upshift.planning.cost.uncertainty import STEP_INTERVAL
+
+ROWS = Path(__file__).parents[1] / "results" / "published.jsonl"
+TERMS = ("matrix products", "attention", "memory traffic")  # in the order of Sustained
+BOUNDS = (0.1, 1.0)  # of each factor
+START = tuple(SUSTAINED_ELSEWHERE)
+NEAR = 0.25  # the goal: nine of ten rows are that close
+
+
+class Row(NamedTuple):
+    """A published speed and its prediction."""
+
+    source: str
+    kind: tuple[int, int]  # compute capability
+    predicted: float  # tokens/s
+    measured: float
+    terms: dict[str, float]  # seconds of a step
+
+    def ratio(self, factors: Sequence[float]) -> float:
+        """Return predicted over measured speed with other factors."""
+        known = SUSTAINED.get(self.kind, SUSTAINED_ELSEWHERE)
+        scales = {name: old / new for name, old, new in zip(TERMS, known, factors, strict=True)}
+        seconds = sum(self.terms.values())
+        changed = sum(value * scales.get(name, 1.0) for name, value in self.terms.items())
+        return self.predicted * seconds / changed / self.measured
+
+
+def read_rows() -> list[Row]:
+    """Return the rows with a speed. A run that is published with two kinds of memory counts once."""
+    rows: dict[str, Row] = {}
+    for line in ROWS.read_text().splitlines():
+        document = json.loads(line)
+        published = document["details"].get("published")
+        if published is None or not (document["measured"] or {}).get("tokens_per_second"):
+            continue
+        gpu = describe(published["host"]).gpu
+        assert gpu is not None
+        measured = document["measured"]["tokens_per_second"]
+        rows.setdefault(
+            json.dumps((published["source"], published["host"], document["plan"], measured)),
+            Row(
+                published["source"], gpu.compute_capability or (0, 0), document["predicted"]["tokens_per_second"],
+                measured, document["details"]["terms"],
+            ),
+        )  # fmt: skip
+    return list(rows.values())
+
+
+def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups = defaultdict[str, list[Row]](list)
+    for row in rows:
+        groups[row.source].append(row)
+    return dict(sorted(groups.items()))
+
+
+def fit(rows: Sequence[Row]) -> Sustained:
+    """Return the factors with the least mean error of the logarithm, each source with the same weight."""
+    if not rows:
+        return SUSTAINED_ELSEWHERE
+    groups = list(by_source(rows).values())
+
+    def error(factors: Sequence[float]) -> float:
+        return statistics.mean(statistics.mean(abs(math.log(row.ratio(factors))) for row in group) for group in groups)
+
+    found = minimize(error, START, method="Nelder-Mead", bounds=[BOUNDS] * len(TERMS), options={"xatol": 1e-3, "fatol": 1e-4})
+    return Sustained(*map(float, found.x))
+
+
+def left_out_ratios(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Return predicted over measured speed of each source's rows, by factors that were fitted without that source."""
+    ratios = {}
+    for source, own in by_source(rows).items():
+        factors = {
+            kind: fit([row for row in rows if row.kind == kind and row.source != source]) for kind in {row.kind for row in own}
+        }
+        ratios[source] = [row.ratio(factors[row.kind]) for row in own]
+    return ratios
+
+
+def figures(ratios: Sequence[float]) -> tuple[str, str, str, str]:
+    """Return the median error, its sign, the share of rows within NEAR, and the share in the printed interval of a step."""
+    low, high = STEP_INTERVAL
+    median = statistics.median(abs(ratio - 1) for ratio in ratios)
+    bias = statistics.median(ratios) - 1
+    near = statistics.mean(abs(ratio - 1) <= NEAR for ratio in ratios)
+    # The predicted over the measured speed is the measured over the predicted time.
+    inside = statistics.mean(low <= ratio <= high for ratio in ratios)
+    return f"{median:.1%}", f"{bias:+.1%}", f"{near:.0%}", f"{inside:.0%}"
+
+
+def sentence(ratios: dict[str, list[float]]) -> str:
+    """Return the result in two sentences."""
+    median, _, near, inside = figures([ratio for group in ratios.values() for ratio in group])
+    medians = [statistics.median(abs(ratio - 1) for ratio in group) for group in ratios.values()]
+    count = sum(map(len, ratios.values()))
+    return (
+        f"**Each source judged by factors that did not see it: half of {count} predicted speeds are within {median}, {near} are "
+        f"within {NEAR:.0%}, and {inside} lie in the printed interval.** The median error of the middle source of {len(ratios)} "
+        f"is {statistics.median(medians):.1%}, that of the worst {max(medians):.1%}."
+    )
+
+
+def table(rows: Sequence[Row], ratios: dict[str, list[float]], *, markdown: bool) -> str:
+    """Return a line for each source: by the factors of today, and by factors that did not see it."""
+    cells = []
+    for source, own in by_source(rows).items():
+        today = figures([row.predicted / row.measured for row in own])
+        cells.append([source, len(own), today[0], today[2], *figures(ratios[source])])
+    near = f"within {NEAR:.0%}"
+    header = ("source", "runs", "today: median", near, "left out: median", "bias", near, "in interval")
+    return format_table(header, cells, markdown=markdown)
+
+
+def main() -> int:
+    rows = read_rows()
+    ratios = left_out_ratios(rows)
+    print(sentence(ratios), table(rows, ratios, markdown=False), sep="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Exchange plans with other programs (``--write``, ``--from``), and name the command that runs a plan."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import tables
+from upshift.cli.options import command_line_options, option
+from upshift.cli.usage.help_page import Panel
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.source import AdapterOptions
+from upshift.planning.planner import Planning
+from upshift.planning.programs.job import Job, trainer_arguments
+from upshift.planning.programs.write import SERVERS, TRAINERS, read_choices, read_target, write_training
+
+Write = Annotated[
+    str | None,
+    option(
+        "--write", panel=Panel.OUTPUT, metavar="PROGRAM",
+        text=f"Write the plan for {', '.join(TRAINERS)} or {', '.join(SERVERS)}.",
+    ),
+]  # fmt: skip
+From = Annotated[
+    Path | None,
+    option(
+        "--from", panel=Panel.PLAN, metavar="PATH",
+        text="Plan with the choices in this file of accelerate config.",
+    ),
+]  # fmt: skip
+# The options of `upshift plan` that `upshift train` has, too, with the same meaning.
+SAME_IN_TRAINING = (
+    "data", "text_column", "data_format", "loss_on", "long_rows", "objective", "sequence_length", "global_batch", "allow", "set_",
+    "risk", "max_grad_norm", *AdapterOptions.model_fields, "nproc", "tensor_parallel", "pipeline_parallel", "context_parallel",
+    "expert_parallel", "fully_shard",
+)  # fmt: skip
+
+
+def fixed_by_file(path: Path | None, assignments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the assignments of ``--from`` and ``--set`` together, and print those of the file.
+
+    Raise RequestError for a field that both state, with different values."""
+    if path is None:
+        return assignments
+    stated = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in read_choices(path).items()}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        if stated.setdefault(name, value) != value:
+            raise RequestError(
+                f"--set {assignment} and --from {path} ({name}={stated[name]}) fix the same field; change one of them"
+            )
+    fixed = tuple(f"{name}={value}" for name, value in stated.items())
+    tables.dim(f"From {path}: {', '.join(fixed)}", tables.err)
+    return fixed
+
+
+def write_target(write: str | None, *, serves: bool = False) -> tuple[str, Path] | None:
+    """Return the program and the file of ``--write``, checked before the plan is made."""
+    return None if write is None else read_target(write, serves=serves)
+
+
+def write_plan(
+    target: tuple[str, Path] | None, planning: Planning, model: str, adapter: AdapterOptions, data: str | None
+) -> None:
+    """Write the configuration, and say what it does not hold."""
+    if target is None:
+        return
+    program, path = target
+    job = Job(
+        model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=planning.host.num_nodes,
+        layer_classes=planning.profile.declares.no_split_modules, clips_gradients=planning.workload.clips_gradients,
+    )  # fmt: skip
+    write_training(program, path, planning.best, job)
+    tables.err.print(f"Wrote {path}", highlight=False)
+    if program != "axolotl":
+        arguments = " ".join(f"--{name} {value}" for name, value in trainer_arguments(planning.best).items())
+        tables.dim(f"The rest of the plan, as TrainingArguments: {arguments}", tables.err)
+
+
+def next_command(context: typer.Context, model: str, host: Host) -> str:
+    """Return the command line that trains by the plan: with the options of this one, on every host if there are several."""
+    options = command_line_options(context)
+    words = ["upshift"]
+    if host.num_nodes > 1:
+        words += ["launch", "--slurm", "--nodes", str(host.num_nodes), "--gpus", str(host.gpus_per_node), "--"]
+    words += ["train", model]
+    for name in SAME_IN_TRAINING:
+        if name in options:
+            words += _words(options[name], context.params[name])
+    if "data" not in options:
+        words += ["--data", "DATA"]
+    return shlex.join([*words, "--output", "trained"])
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag] if value else []
+    values = value if isinstance(value, list | tuple) else [value]
+    return [word for one in values for word in (flag, str(one))]

@@ -1,0 +1,1 @@
+"""Estimate a decoder's profile from the sizes in its config, without torch and without a trace."""

@@ -1,0 +1,1 @@
+"""Write a plan as the configuration of another program, and read the plan's choices from such a configuration."""

@@ -1,0 +1,79 @@
+"""Write the best plan as another program's configuration, and read a configuration of Accelerate as choices of a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from upshift.atomic_file import write_whole
+from upshift.errors import RequestError
+from upshift.planning.plan import Plan
+from upshift.planning.programs import accelerate, axolotl, deepspeed
+from upshift.planning.programs.job import Job
+
+TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], dict[str, Any]]]] = {  # by program: default file, writer
+    "accelerate": ("accelerate_config.yaml", accelerate.config_of),
+    "deepspeed": ("deepspeed.json", deepspeed.config_of),
+    "axolotl": ("axolotl.yaml", axolotl.config_of),
+}
+SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml"}  # by program: default file
+
+
+def read_target(text: str, *, serves: bool) -> tuple[str, Path]:
+    """Return (program, file) of ``PROGRAM`` or ``PROGRAM=PATH``. Raise RequestError for a program that runs no such plan.
+
+    ``serves``: the plan is one of generation.
+    """
+    program, _, path = text.partition("=")
+    files = SERVERS if serves else {name: default for name, (default, _) in TRAINERS.items()}
+    if program not in files:
+        other = "; it is for --generate" if program in SERVERS else "; it trains" if program in TRAINERS else ""
+        raise RequestError(f"--write {program} is not possible here{other}; use one of {', '.join(files)}")
+    target = Path(path or files[program])
+    if target.exists():
+        raise RequestError(f"--write {program}: {target} exists; give another file, such as --write {program}=new-{target.name}")
+    return program, target
+
+
+def write_training(program: str, path: Path, plan: Plan, job: Job) -> None:
+    """Write a program's configuration for a plan. Raise RequestError for choices that it has no word for."""
+    _, document_of = TRAINERS[program]
+    write_document(path, document_of(plan, job))
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document as JSON or, by the name of the file, as YAML."""
+    try:
+        write_whole(path, _text(path, document))
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
+
+
+def _text(path: Path, document: Mapping[str, Any]) -> str:
+    if path.suffix == ".json":
+        return json.dumps(document, indent=2) + "\n"
+    import yaml
+
+    text: str = yaml.safe_dump(dict(document), sort_keys=False)
+    return text
+
+
+def read_choices(path: Path) -> dict[str, Any]:
+    """Return the choices of a plan that a configuration of Accelerate states, by the names of the plan's fields.
+
+    Raise RequestError for a file that is none, and for what Upshift does not plan.
+    """
+    import yaml
+
+    advice = "give a file that accelerate config wrote"
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read --from {path}: {error.strerror}; {advice}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RequestError(f"--from {path} is not valid YAML or JSON ({' '.join(str(error).split())}); {advice}") from None
+    if not isinstance(document, dict) or not {"distributed_type", "compute_environment"} & document.keys():
+        raise RequestError(f"--from {path} is no configuration of Accelerate: it has no distributed_type; {advice}")
+    return accelerate.read(document, f"--from {path}")
