@@ -21,7 +21,7 @@ from upshift.models.adapter import base_of, planned_part
 from upshift.models.build import has_own_loss
 from upshift.training.batches.model_calls import TOKENS, StepCalls
 from upshift.training.batches.user_batches import Batch, InseparableRows
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 
 MASK = "attention_mask"
 POSITIONS = "position_ids"

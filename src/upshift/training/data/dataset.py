@@ -25,10 +25,12 @@ from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Kind, Objective, objective_for
 from upshift.training.batches.plan_layout import find_objective
-from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, content_of, read_corpus
+from upshift.training.data.corpus import Corpus, CorpusSummary, content_of
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
+from upshift.training.data.rows.joined import read_data
+from upshift.training.data.rows.token_rows import LABELS, TokenRow
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
     IN_MEMORY_BYTES,
@@ -176,14 +178,7 @@ def _check_objective(options: DataOptions, objective: Objective, source: ModelSo
 def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions, *, is_evaluation: bool = False) -> Corpus:
     """Return the corpus of a path. The labels of an encoder-decoder may be more or fewer than its token ids."""
     has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
-    corpus = read_corpus(
-        data_path,
-        text_column=options.text_column,
-        data_format=options.data_format,
-        has_decoder=has_decoder,
-        is_evaluation=is_evaluation,
-        pair_objective=options.pair_objective,
-    )
+    corpus = read_data(data_path, options, has_decoder=has_decoder, is_evaluation=is_evaluation)
     if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
         raise RequestError(
             f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"

@@ -29,7 +29,7 @@ from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.model_calls import StepCalls, record_calls
 from upshift.training.batches.user_batches import InseparableRows, RowBatch, RowStructure
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
 from upshift.training.out_of_memory import is_out_of_memory
 
