@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from upshift.errors import RequestError
 from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message, PreferencePair
@@ -59,11 +59,14 @@ class TurnWriter:
         _check_turns(messages, chat.place)
         segments: list[Segment] = []
         for number in range(0, len(messages), 2):
-            if number and self.template.closes_chat:
-                segments.append(Segment("", kind="closing"))
             answer = messages[number + 1]
-            is_learned = answer.get(WEIGHT, 1) != 0 and (num_prompt is None or number + 1 >= num_prompt)
-            segments += self._write_turn(messages[number], answer, system if number == 0 else None, is_learned=is_learned)
+            is_history = num_prompt is not None and number + 1 < num_prompt
+            if number and self.template.closes_chat and num_prompt is None:
+                segments.append(Segment("", kind="closing"))
+            segments += self._write_question(messages[number], system if number == 0 else None)
+            segments += self._write_answer(
+                str(answer["content"]), is_learned=answer.get(WEIGHT, 1) != 0 and not is_history, is_history=is_history
+            )
         if self.template.closes_chat:
             segments.append(Segment("", True, "eos"))
         return SegmentRow(place=chat.place, segments=tuple(segments), eos_token=self.template.eos_token)
@@ -76,8 +79,8 @@ class TurnWriter:
         )
         return PreferencePair(place=pair.place, chosen=chosen, rejected=rejected, problem=pair.problem, margin=pair.margin)
 
-    def _write_turn(self, question: Message, answer: Message, system: str | None, *, is_learned: bool) -> Iterator[Segment]:
-        """Yield the segments of a question and its answer. ``system`` is not None in the first turn."""
+    def _write_question(self, question: Message, system: str | None) -> Iterator[Segment]:
+        """Yield the segments up to an answer. ``system`` is not None in the first turn."""
         template = self.template
         before = ""
         if system is not None:
@@ -88,19 +91,17 @@ class TurnWriter:
             elif system:
                 yield from _fill(template.system, system)
         yield from _fill(template.user, before + str(question["content"]))
-        content = str(answer["content"])
-        if template.thoughts is not None:
-            content, empty_thoughts = self._with_thoughts(content, template.thoughts)
-            yield Segment(empty_thoughts, is_learned and self.thinks)
-        yield from (Segment(segment.text, is_learned, segment.kind) for segment in _fill(template.assistant, content))
 
-    def _with_thoughts(self, content: str, thoughts: tuple[str, str]) -> tuple[str, str]:
-        """Return the content of an answer, and the empty thoughts before it, if it has none."""
-        opening, closing = thoughts
-        if not self.thinks:
-            content = re.sub(f"{re.escape(opening)}(.*?){re.escape(closing)}", "", content, flags=re.DOTALL).lstrip("\n")
-        has_none = opening.strip() not in content and closing.strip() not in content
-        return content, opening + closing if has_none else ""
+    def _write_answer(self, content: str, *, is_learned: bool, is_history: bool) -> Iterator[Segment]:
+        """Yield the segments of an answer. The history of a pair of answers has no thoughts."""
+        thoughts = self.template.thoughts
+        if thoughts is not None and (is_history or not self.thinks):
+            opening, closing = map(re.escape, thoughts)
+            content = re.sub(f"{opening}(.*?){closing}", "", content, flags=re.DOTALL).lstrip("\n")
+        if thoughts is not None and not is_history and not any(word.strip() in content for word in thoughts):
+            yield Segment("".join(thoughts), is_learned and self.thinks)
+        for segment in _fill(self.template.assistant, content):
+            yield replace(segment, is_learned=is_learned)
 
 
 def _split_system(chat: Chat) -> tuple[str, Sequence[Message]]:
