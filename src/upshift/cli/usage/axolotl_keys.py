@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OFF_VALUES = (False, 0, "", "no", "none")
-
 OPTION_OF: Mapping[str, str] = {  # keys with an option of the same meaning
     "base_model": "model",
     "output_dir": "output",

@@ -34,7 +34,6 @@ class DataSet(Value):
 
     path: str = Field(min_length=1)
     split: str = Field("train", description="its split, or a range of its rows, such as train[:10%]")
-    shard: tuple[int, int] | None = Field(None, description="which of how many equal parts of the split, from 0")
     format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
     text_column: str | None = Field(None, description="the column that holds the text")
     columns: dict[str, str] = Field({}, description="by our name the data's name of a column; the others are not read")
@@ -48,7 +47,7 @@ class DataSet(Value):
 
     @property
     def rows(self) -> RowSlice:
-        return read_split(self.split, shard=self.shard)
+        return read_split(self.split)
 
     @property
     def instruction_prompt(self) -> InstructionPrompt | None:
@@ -79,9 +78,6 @@ class DataSet(Value):
             check_places(self.prompt.with_input, ("instruction", "input"), f"{origin}: with_input")
             check_places(self.prompt.without_input, ("instruction",), f"{origin}: without_input")
             check_places(self.prompt.system, ("system",), f"{origin}: system")
-        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            index, number = self.shard
-            raise RequestError(f"{origin}: shard {index} of {number} does not exist; shards are 0 to {number - 1}")
         _ = self.rows
 
 

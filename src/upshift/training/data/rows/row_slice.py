@@ -1,4 +1,4 @@
-"""Select rows of a split: ``train[:10%]``, ``train[-100:]``, ``train[:10%]+train[90%:]``, and one of several equal shards.
+"""Select rows of a split: ``train[:10%]``, ``train[-100:]``, ``train[:10%]+train[90%:]``.
 
 The notation and its rounding are those of ``datasets.ReadInstruction``. A test compares the two. A slice with a share, or with a
 place from the end, needs the number of rows, so the rows are counted first.
@@ -29,11 +29,10 @@ class RowSlice(NamedTuple):
 
     split: str
     parts: tuple[SlicePart, ...] = ()
-    shard: tuple[int, int] | None = None  # which of how many equal parts, from 0
 
     @property
     def is_whole(self) -> bool:
-        return not self.parts and self.shard is None
+        return not self.parts
 
     def select(self, read: Callable[[], Iterable[Item]]) -> Iterator[Item]:
         """Yield the selected items of what ``read`` returns. It is called again for each further range, and to count."""
@@ -47,20 +46,14 @@ class RowSlice(NamedTuple):
 
     def ranges(self, num_items: int | None) -> list[tuple[int, int | None]]:
         """Return the first item of each range, and the one behind its last. None: no end."""
-        ranges = [_absolute(part, num_items) for part in self.parts or (SlicePart(),)]
-        if self.shard is None or num_items is None:
-            return ranges
-        index, number = self.shard
-        size, rest = divmod(num_items, number)
-        start = size * index + min(index, rest)
-        return [(start, start + size + (index < rest))]
+        return [_absolute(part, num_items) for part in self.parts or (SlicePart(),)]
 
     def _needs_count(self) -> bool:
         borders = [border for part in self.parts for border in (part.first, part.last) if border is not None]
-        return self.shard is not None or any(part.is_share for part in self.parts) or any(border < 0 for border in borders)
+        return any(part.is_share for part in self.parts) or any(border < 0 for border in borders)
 
 
-def read_split(text: str, *, shard: tuple[int, int] | None = None) -> RowSlice:
+def read_split(text: str) -> RowSlice:
     """Return the slice that a text names. Raise RequestError for other texts, and for ranges of several splits."""
     matches = [PART.fullmatch(part.strip()) for part in text.split("+")]
     found = [match for match in matches if match is not None]
@@ -71,11 +64,9 @@ def read_split(text: str, *, shard: tuple[int, int] | None = None) -> RowSlice:
         raise RequestError(f"--split {text} names the splits {', '.join(splits)}; give parts of one split")
     has_ranges = any(match[3] for match in found)
     parts = tuple(_part_of(match, text) for match in found) if has_ranges else ()
-    if shard is not None and parts:
-        raise RequestError(f"the split {text} has a range, and a shard is a range, too; leave one of the two out")
     if len(found) > 1 and not has_ranges:
         raise _no_split(text)
-    return RowSlice(next(iter(splits)), parts, shard)
+    return RowSlice(next(iter(splits)), parts)
 
 
 def _part_of(match: re.Match[str], text: str) -> SlicePart:
