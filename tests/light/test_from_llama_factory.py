@@ -21,7 +21,8 @@ COMMAND: Any = typer.main.get_command(app).commands["train"]  # type: ignore[att
 INFORMATION: dict[str, Any] = {
     "rows": {"file_name": "rows.json"},
     "chats": {
-        "file_name": "chats.jsonl", "formatting": "sharegpt", "split": "test", "columns": {"messages": "turns", "system": "about"},
+        "file_name": "chats.jsonl", "formatting": "sharegpt", "split": "test",
+        "columns": {"messages": "turns", "system": "about"},
         "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "bot"},
     },
     "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},

@@ -112,9 +112,8 @@ Rows = Annotated[
 def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8, on: On = None, set_: Set = None, allow: AllowAny = "", data: Data = None,
-    text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
-    split: SplitOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0,
+    text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None, split: SplitOption = None,
+    long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
     encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
     concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,

@@ -37,9 +37,12 @@ TRACKER_VARIABLES = {  # read by the trackers themselves
 }  # fmt: skip
 LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: the path is then that of the files
 ROW_FORMATS = {  # by the type of a data set
-    "chat_template": "messages", "chat_template.argilla_chat": "preference", "completion": "text", "input_ids": "input_ids",
+    "chat_template": "messages",
+    "chat_template.argilla_chat": "preference",
+    "completion": "text",
+    "input_ids": "input_ids",
     "input_output": "segments",
-}  # fmt: skip
+}
 MESSAGE_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"human": "user", "gpt": "assistant"}  # that Axolotl renames by default
 PLAIN_NAME = re.compile(r"[^{}.:!\[\]]+")  # of a column that may stand in braces

@@ -1,6 +1,7 @@
 """Read a LLaMA-Factory config (``--from-llama-factory``) as options of ``upshift train``.
 
-The data sets are those of its dataset_info.json. The keys are those of LLaMA-Factory 0.9.5. Its defaults that differ from ours become options, too.
+The data sets are those of its dataset_info.json. The keys are those of LLaMA-Factory 0.9.5. Its defaults that differ from ours
+become options, too.
 """
 
 from __future__ import annotations
@@ -28,14 +29,23 @@ from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 INFO_FILE = "dataset_info.json"
 OBJECTIVES = {"sft": None, "pt": None, "dpo": "dpo", "rm": "reward"}
 COLUMNS = {  # of rows in the form of Alpaca: the keys of dataset_info.json and our names
-    "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
     "tools": "tools",
-}  # fmt: skip
+}
 DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 DEFAULT_TAGS = {
-    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt", "observation_tag": "observation",
-    "function_tag": "function_call", "system_tag": "system",
-}  # fmt: skip
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
 USED_KEYS = ("file_name", "formatting", "ranking", "split", "columns", "tags")  # of a data set in dataset_info.json
 
@@ -253,9 +263,12 @@ def _read_adapter(config: ForeignConfig) -> None:
     rank = config.take("lora_rank", 8)
     target = str(config.take("lora_target", "all"))
     keys = {
-        "lora_alpha": "lora-alpha", "lora_dropout": "lora-dropout", "additional_target": "lora-modules-to-save",
-        "use_rslora": "lora-rslora", "use_dora": "lora-dora",
-    }  # fmt: skip
+        "lora_alpha": "lora-alpha",
+        "lora_dropout": "lora-dropout",
+        "additional_target": "lora-modules-to-save",
+        "use_rslora": "lora-rslora",
+        "use_dora": "lora-dora",
+    }
     options = {key: (config.take(source), source) for source, key in keys.items()}
     bits = config.take("quantization_bit")
     if kind == "lora":

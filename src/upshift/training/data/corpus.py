@@ -14,7 +14,6 @@ import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -477,7 +476,7 @@ def _saved_split(dataset: Any | None, selection: _Selection, origin: str) -> Doc
         selected = dataset.select_columns(columns)
         if selection.rows is not None and not selection.rows.is_whole:
             ranges = [slice(*borders).indices(len(dataset)) for borders in selection.rows.ranges(len(dataset))]
-            selected = selected.select(chain.from_iterable(range(*borders) for borders in ranges))
+            selected = selected.select([index for borders in ranges for index in range(*borders)])
         tables = selected.with_format("arrow").iter(batch_size=1024)
         yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)
 

@@ -20,9 +20,7 @@ SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
 
-RowFormat = Literal[
-    "text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "segments", "preference"
-]  # fmt: skip
+RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "segments", "preference"]
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
     "text": (TEXT_COLUMN,),
     "input_ids": (TOKEN_COLUMN,),

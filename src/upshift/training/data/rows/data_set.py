@@ -30,7 +30,7 @@ LLAMA_FACTORY = "llama-factory/"
 
 
 class DataSet(Value):
-    """Where the rows of a data set are, what they hold, and how they are written."""
+    """Describe where the rows of a data set are, what they hold, and how they are written."""
 
     path: str = Field(min_length=1)
     split: str = Field("train", description="its split, or a range of its rows, such as train[:10%]")
@@ -129,7 +129,7 @@ def _read_entries(entries: Any, origin: str, folder: Path | None) -> tuple[DataS
         try:
             data_set = DataSet.from_fields({str(key): value for key, value in entry.items()})
         except RequestError as error:
-            raise RequestError(f"{name}: {error}; its keys are {', '.join(DataSet.model_fields)}") from None
+            raise RequestError(f"{name}: {error}") from None
         if folder is not None:
             data_set = data_set.changed(path=str(folder / data_set.path))
         data_set.check(name)

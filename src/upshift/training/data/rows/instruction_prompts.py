@@ -19,7 +19,7 @@ from upshift.value import Value
 
 
 class InstructionPrompt(Value):
-    """How the columns of a row become a prompt and an answer. Names in braces are columns, or the parts of the prompt."""
+    """Describe how a row becomes a prompt and an answer. Names in braces are columns, or the parts of the prompt."""
 
     instruction: str = Field("{instruction}", description="the instruction, of columns")
     input: str | None = Field("{input}", description="what the instruction is about, of columns that a row need not have")
@@ -135,8 +135,11 @@ _ALPACA = {"default_system": _WITH_INPUT, "default_system_without_input": _WITHO
 _SHORT = {"default_system": _CONCISE, "default_system_without_input": _CONCISE_WITHOUT_INPUT}
 _CHOICES = {"instruction": "{question}", "input": "{choices}", "output": "{solution}"}
 _ORCA_COLUMNS: dict[str, Any] = {
-    "instruction": "{question}", "input": None, "output": "{response}", "system_column": "system_prompt",
-}  # fmt: skip
+    "instruction": "{question}",
+    "input": None,
+    "output": "{response}",
+    "system_column": "system_prompt",
+}
 
 # By the type of Axolotl's data set: the style that it has by default, and the fields that differ from InstructionPrompt's.
 _TYPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -25,7 +25,7 @@ THOUGHTS = ("<think>\n", "\n</think>\n\n")
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTemplate:
-    """How the turns of a chat are written. A slot is a text with ``{content}`` in it, or BOS, or EOS."""
+    """Describe how the turns of a chat are written. A slot is a text with ``{content}`` in it, or BOS, or EOS."""
 
     user: Slots
     assistant: Slots = (CONTENT, EOS)
