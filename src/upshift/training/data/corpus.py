@@ -28,6 +28,7 @@ from upshift.training.data.data_files import (
     first_names,
     say_once,
 )
+from upshift.training.data.data_options import LossOn
 from upshift.training.data.records import (
     Row,
     check_column_names,
@@ -174,6 +175,8 @@ class Corpus:
     evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
     columns: Columns | None  # of tables
+    loss_on: LossOn | None = None  # None: that of the run
+    parts: tuple[Corpus, ...] = ()  # of several data sets: each of them
 
     @property
     def is_chat(self) -> bool:

@@ -296,9 +296,20 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
 
 def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> None:
     """Tell the user what the rows are, what is learned of them, and that a head is new."""
-    say_once(_describe_chats(corpus, options))
+    for part in corpus.parts or (corpus,):
+        say_once(_describe_chats(part, options))
     if source.reward_head_on is not None:
         say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+
+
+LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
+    "assistant": "the assistant's turns",
+    "assistant-content": "the contents of the assistant's turns",
+    "content": "the contents of all turns",
+    "all": "all tokens",
+    "prompt-completion": "the completion",
+    "segments": "the segments whose label is true",
+}
 
 
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
@@ -306,12 +317,9 @@ def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     assert corpus.columns is not None
     if corpus.columns.format == PREFERENCE:
         learned = "larger rewards for the chosen answers" if options.has_reward_head else "to prefer the chosen answers"
-    elif options.loss_on == "all":
-        learned = "all tokens"
-    elif corpus.columns.format == "prompt-completion":
-        learned = "the completion"
     else:
-        learned = "the assistant's turns"
+        loss_on = corpus.loss_on or options.loss_on or "assistant"
+        learned = LEARNED.get(corpus.columns.format, LEARNED[loss_on]) if loss_on == "assistant" else LEARNED[loss_on]
     return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}"
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from upshift.errors import RequestError
 from upshift.training.data.corpus import Corpus, Document, Documents, content_of, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
-from upshift.training.data.rows.data_set import Described, read_description
+from upshift.training.data.rows.data_set import DataSet, Described, read_description
 from upshift.training.data.rows.described_rows import RowReader
 from upshift.training.data.rows.row_slice import read_split
 
@@ -51,18 +52,22 @@ def read_data(data: Path | str, options: DataOptions, *, has_decoder: bool, is_e
                 f"--{name} {value} is for one path, and {described.origin} describes data sets; write it there, for each of them"
             )
     corpora = [
-        read_corpus(
-            data_set.path,
-            text_column=data_set.text_column,
-            data_format=data_set.format,
-            has_decoder=has_decoder,
-            pair_objective=options.pair_objective,
-            rows=data_set.rows,
-            reader=RowReader(data_set),
-        )
+        replace(_read_data_set(data_set, options, has_decoder=has_decoder), loss_on=data_set.loss_on)
         for data_set in described.data_sets
     ]
     return corpora[0] if len(corpora) == 1 else _join(corpora, described)
+
+
+def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool) -> Corpus:
+    return read_corpus(
+        data_set.path,
+        text_column=data_set.text_column,
+        data_format=data_set.format,
+        has_decoder=has_decoder,
+        pair_objective=options.pair_objective,
+        rows=data_set.rows,
+        reader=RowReader(data_set),
+    )
 
 
 def _join(corpora: Sequence[Corpus], described: Described) -> Corpus:
@@ -84,6 +89,7 @@ def _join(corpora: Sequence[Corpus], described: Described) -> Corpus:
         evaluation=evaluation,
         is_tokenized=first.is_tokenized,
         columns=first.columns,
+        parts=tuple(corpora),
     )
 
 
