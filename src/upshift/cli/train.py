@@ -114,6 +114,13 @@ DpoBeta = Annotated[
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
+CenterRewardsCoefficient = Annotated[
+    float,
+    option(
+        "--center-rewards-coefficient", panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+        text="With --objective reward: a larger value keeps the rewards closer to 0, such as 0.01.",
+    ),
+]  # fmt: skip
 MupBase = Annotated[
     str | None,
     option(
@@ -258,6 +265,7 @@ def command(
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     dpo_beta: DpoBeta = BETA,
+    center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
