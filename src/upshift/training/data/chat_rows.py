@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.text import describe_other_part
+from upshift.text import describe_other_part, join_names
 from upshift.training.data.data_options import LossOn
 from upshift.training.data.row_formats import (
     MARGIN,
@@ -342,7 +342,7 @@ def _read_message(entry: Any, name: str) -> Message:
     if "role" not in message and ("from" in message or "value" in message):
         message = _read_turn(message, name)
     if "role" not in message:
-        raise RequestError(f"{name} has no role; its fields are {', '.join(message) or 'none'}; give a role: {', '.join(ROLES)}")
+        raise RequestError(f"{name} has no role; its fields are {join_names(message)}; give a role: {', '.join(ROLES)}")
     if message["role"] not in ROLES:
         raise RequestError(f"{name} has role {_shorten(message['role'])}; use {', '.join(ROLES)}")
     message = {key: value for key, value in message.items() if key == "content" or not _is_empty_list(value)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.text import join_names
 from upshift.training.data.rows.row_slice import pick_split
 
 logger = logging.getLogger(__name__)
@@ -272,7 +273,7 @@ def list_names(folder: Path, files: Sequence[Path]) -> str:
 def first_names(names: Sequence[str]) -> str:
     """Return at most MAX_NAMES names, and how many more there are, for a message."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    return join_names(names[:MAX_NAMES]) + more
 
 
 def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:

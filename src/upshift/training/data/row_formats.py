@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from upshift.errors import RequestError
+from upshift.text import join_names
 
 TEXT_COLUMN = "text"
 TOKEN_COLUMN = "input_ids"
@@ -173,7 +174,7 @@ def check_data_format(text_column: str | None, data_format: str | None, *, pair_
 
 
 def list_columns(names: Collection[str]) -> str:
-    return f"its columns are {', '.join(map(str, names)) or 'none'}"
+    return f"its columns are {join_names(names)}"
 
 
 def possible_formats(names: Collection[str]) -> list[RowFormat]:

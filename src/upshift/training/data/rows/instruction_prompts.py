@@ -7,6 +7,7 @@ axolotl/prompt_strategies.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any
@@ -82,7 +83,7 @@ def _text_of(value: Any, column: str, place: str) -> str:
         return value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return "\n".join(f'- "{item}"' for item in value)
-    raise RequestError(f"{place}: column {column!r} holds {str(value)[:60]}; it must be text")
+    raise RequestError(f"{place}: column {column!r} holds {json.dumps(value, default=str)[:60]}; it must be text")
 
 
 _WITH_INPUT = (

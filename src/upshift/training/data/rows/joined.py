@@ -10,6 +10,7 @@ from upshift.errors import RequestError
 from upshift.training.data.corpus import Corpus, Document, Documents, content_of, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
+from upshift.training.data.row_formats import check_data_format
 from upshift.training.data.rows.data_set import DataSet, Described, read_description
 from upshift.training.data.rows.described_rows import RowReader
 from upshift.training.data.rows.row_slice import read_split
@@ -59,6 +60,10 @@ def read_data(data: Path | str, options: DataOptions, *, has_decoder: bool, is_e
 
 
 def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool) -> Corpus:
+    try:
+        check_data_format(data_set.text_column, data_set.format, pair_objective=options.pair_objective)
+    except RequestError as error:
+        raise RequestError(f"{data_set.path}: {error}") from None
     return read_corpus(
         data_set.path,
         text_column=data_set.text_column,
