@@ -139,8 +139,8 @@ def _copy_own_batches(sampler: Any, dataset: Any) -> Any | None:
     They may where torch's BatchSampler cuts an order of examples. accelerate's samplers of ranks hold another one.
     """
     inner = sampler
-    while isinstance(inner, BatchSampler) and isinstance(getattr(inner, "batch_sampler", None), BatchSampler):
-        inner = inner.batch_sampler
+    while isinstance(inner, BatchSampler) and isinstance(held := getattr(inner, "batch_sampler", None), BatchSampler):
+        inner = held
     if inner is None or getattr(type(inner), "__iter__", None) is BatchSampler.__iter__:
         return None
     shared = {id(part): part for part in (dataset, *getattr(dataset, "datasets", ()))}  # the examples are not copied

@@ -73,12 +73,12 @@ class RowReader:
     def _read(self, record: Mapping[str, Any], columns: Columns, place: str) -> ChatDocument | None:
         if self._prompt is not None:
             self.check_columns(record, place)
-            return self._prompt.write(record, place)
+            return self._prompt.segments_of(record, place)
         row = read_chat(record, columns, place)
         if self._writer is not None and isinstance(row, PreferencePair):
-            return self._writer.write_pair(row)
+            return self._writer.segments_of_pair(row)
         if self._writer is not None and isinstance(row, Chat):
-            return self._writer.write(row) if row.has_answer else row
+            return self._writer.segments_of(row) if row.has_answer else row
         if self._writer is not None and row is not None:
             raise RequestError(f"{place} holds plain texts, and the template writes messages; leave the template out")
         return row

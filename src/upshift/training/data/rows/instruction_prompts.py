@@ -43,7 +43,7 @@ class InstructionPrompt(Value):
         """Return the columns that each row must have."""
         return tuple(dict.fromkeys([*_names(self.instruction), *_names(self.output)]))
 
-    def write(self, record: Mapping[str, Any], place: str) -> SegmentRow:
+    def segments_of(self, record: Mapping[str, Any], place: str) -> SegmentRow:
         """Return the row in segments. Raise RequestError, with the place, for values that are no text."""
         values = {name: _text_of(record.get(name), name, place) for name in self.columns}
         instruction = self.instruction.format_map(values)

@@ -50,7 +50,7 @@ class TurnWriter:
     system: str | None = None
     thinks: bool = True
 
-    def write(self, chat: Chat) -> SegmentRow:
+    def segments_of(self, chat: Chat) -> SegmentRow:
         """Return a chat in segments. Raise RequestError, with its place, for turns that do not alternate."""
         system, messages = _split_system(chat)
         num_prompt = chat.num_prompt_messages
@@ -71,10 +71,10 @@ class TurnWriter:
             segments.append(Segment("", True, "eos"))
         return SegmentRow(place=chat.place, segments=tuple(segments), eos_token=self.template.eos_token)
 
-    def write_pair(self, pair: PreferencePair) -> PreferencePair:
+    def segments_of_pair(self, pair: PreferencePair) -> PreferencePair:
         """Return a pair of chats in segments."""
         chosen, rejected = (
-            answer if not isinstance(answer, Chat) or pair.problem else self.write(answer)
+            answer if not isinstance(answer, Chat) or pair.problem else self.segments_of(answer)
             for answer in (pair.chosen, pair.rejected)
         )
         return PreferencePair(place=pair.place, chosen=chosen, rejected=rejected, problem=pair.problem, margin=pair.margin)
