@@ -58,11 +58,6 @@ def lora() -> Any:
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sft": ("SFT", texts, {}),
     "sft, texts end to end": ("SFT", texts, {"packing": True, "max_length": WIDTH, "per_device_train_batch_size": 1}),
-    "sft, texts end to end, longer than the positions": (
-        "SFT",
-        texts,
-        {"packing": True, "max_length": 160, "per_device_train_batch_size": 2, "pad_to_multiple_of": None},
-    ),
     "sft, completions": ("SFT", completions, {}),
     "sft, noise": ("SFT", texts, {"neftune_noise_alpha": 5}),
     "sft, two batches a step": ("SFT", completions, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
