@@ -147,15 +147,16 @@ _TYPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "alpaca": ("instruct", _ALPACA),
     "gpteacher": ("instruct", _ALPACA | {"output": "{response}"}),
     "oasst": ("instruct", _ALPACA | {"instruction": "{INSTRUCTION}", "input": None, "output": "{RESPONSE}"}),
-    "jeopardy": (
-        "instruct", _ALPACA | {"instruction": "{question}", "input": "{category}", "output": "what is {answer}"}
-    ),
+    "jeopardy": ("instruct", _ALPACA | {"instruction": "{question}", "input": "{category}", "output": "what is {answer}"}),
     "explainchoice": ("instruct", _CHOICES | {"default_system": _EXPLAIN}),
     "concisechoice": ("instruct", _CHOICES | _PLAIN_CHAT | {"default_system": _BRIEF, "system": "{system}"}),
     "summarizetldr": (
         "instruct",
         {
-            "instruction": "{article}", "input": None, "output": "{summary}", "without_input": f"{_SUMMARY}ASSISTANT:",
+            "instruction": "{article}",
+            "input": None,
+            "output": "{summary}",
+            "without_input": f"{_SUMMARY}ASSISTANT:",
             "with_input": f"{_SUMMARY}{{input}}\nASSISTANT:",
         },
     ),
@@ -172,16 +173,21 @@ _TYPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "alpaca_w_system.load_open_orca": ("instruct", _ORCA | _ORCA_COLUMNS),
     "alpaca_w_system.load_open_orca_chatml": ("chatml", _ORCA_COLUMNS),
     "context_qa": (
-        "chat", {"instruction": "{article}\n===\n{question}", "input": None, "output": "{answer}", "default_system": _CONTEXT}
+        "chat",
+        {"instruction": "{article}\n===\n{question}", "input": None, "output": "{answer}", "default_system": _CONTEXT},
     ),
     "context_qa.load_v2": (
         "chat",
         {
-            "instruction": "Context: {context}\nQuestion: {question}\n", "input": None, "output": "Answer: {answer}",
-            "with_input": "{instruction}\n{input}", "without_input": "{instruction}", "system": "{system}",
+            "instruction": "Context: {context}\nQuestion: {question}\n",
+            "input": None,
+            "output": "Answer: {answer}",
+            "with_input": "{instruction}\n{input}",
+            "without_input": "{instruction}",
+            "system": "{system}",
         },
     ),
-}  # fmt: skip
+}
 STYLED_TYPES = ("alpaca", "gpteacher", "oasst", "jeopardy", "explainchoice")  # a style may follow their name and a colon
 PROMPTS: tuple[str, ...] = (
     *_TYPES,
