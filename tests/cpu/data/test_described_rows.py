@@ -232,6 +232,7 @@ def test_a_file_lists_data_sets_beside_it(tmp_path: Path) -> None:
         ({"path": "m.jsonl", "template": "llama-factory/yi"}, "message 2 after the system's has role 'user'"),
         ({"path": "t.jsonl", "template": "llama-factory/llama3"}, "token <|eot_id|>, which the tokenizer does not have"),
         ({"path": "s.jsonl"}, "s.jsonl:1: segment 1 is"),
+        ({"path": ""}, "has an empty path"),
         ("a.jsonl", "write its path"),
     ],
     ids=str,

@@ -32,7 +32,7 @@ LLAMA_FACTORY = "llama-factory/"
 class DataSet(Value):
     """Describe where the rows of a data set are, what they hold, and how they are written."""
 
-    path: str = Field(min_length=1)
+    path: str
     split: str = Field("train", description="its split, or a range of its rows, such as train[:10%]")
     format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
     text_column: str | None = Field(None, description="the column that holds the text")
@@ -72,6 +72,8 @@ class DataSet(Value):
                 f"{origin}: template {self.template!r} is not known{did_you_mean(self.template, names)}; docs/data.md lists the "
                 "names, or leave it out to use the tokenizer's chat template"
             )
+        if not self.path:
+            raise RequestError(f"{origin} has an empty path; give that of a file or a folder")
         if self.template is not None and self.prompt is not None:
             raise RequestError(f"{origin} has a template and a prompt; give one of them")
         if self.prompt is not None:
