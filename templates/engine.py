@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from upshift.inference.encoding.engines.base import Batch, EncoderBuild
-from upshift.models.build import read_config
 
 ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("numpy",), "precisions": ("fp32",)}
 
@@ -21,7 +20,7 @@ class ToyEngine:
     """Built in a process of its own; libraries are imported here, so that naming the engine imports none."""
 
     def __init__(self, build: EncoderBuild) -> None:
-        config: Any = read_config(build.source)
+        config: Any = build.source.hf_config
         self.width: int = config.hidden_size
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:

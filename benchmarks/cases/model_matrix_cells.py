@@ -34,8 +34,8 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.arguments import Arguments
-from upshift.training.batches.layout import Layout
-from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.layout import Layout, layout_for
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import init_mesh

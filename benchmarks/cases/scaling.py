@@ -122,7 +122,8 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     import torch.distributed as dist
 
     from upshift.training.arguments import Arguments
-    from upshift.training.batches.plan_layout import find_objective, layout_for
+    from upshift.training.batches.layout import layout_for
+    from upshift.training.batches.model_objective import find_objective
     from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
     from upshift.training.distributed.mesh import init_mesh

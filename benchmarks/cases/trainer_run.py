@@ -26,7 +26,7 @@ from upshift.benchmarking.meters import resident_peak_bytes
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.workload import pack_rows
-from upshift.training.batches.plan_layout import layout_for
+from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.evaluate import evaluate

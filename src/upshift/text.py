@@ -1,5 +1,5 @@
 """Find what no tokenizer accepts: lone surrogates, and message parts that are not text. Find the name that a user may have meant.
-Replace contents of messages that are null by what the chat template accepts.
+Replace contents of messages that are null by what the chat template accepts. Write the texts of errors on one line.
 
 JSON and a command line can hold one half of a UTF-16 surrogate pair, which no tokenizer accepts.
 
@@ -19,6 +19,11 @@ PRINTED_NULL = "None"  # as a chat template writes a null
 MIN_LIKENESS = 0.65  # of a suggested name, as difflib measures it
 NO_VOCABULARY = "it has no vocabulary and turns every text into unknown tokens"
 LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
+
+
+def one_line(message: object, *, limit: int | None = 300) -> str:
+    """Return the text of an error, or another text, on one line, cut to ``limit`` characters. None cuts nothing."""
+    return " ".join(str(message).split())[:limit]
 
 
 def find_lone_surrogate(text: str) -> str | None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = "upshift"
-CLONE = Path(__file__).parents[2]  # of a package that runs from its sources
+CLONE = Path(__file__).parents[2]  # the folder above the sources of a package that runs from them
 
 
 def installed_version(library: str) -> str | None:

@@ -15,13 +15,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import upshift
+from upshift.inference.computing_device import computing_host, free_memory
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import cosines
 from upshift.inference.registry import Device, EngineName, EngineSetup, Precision, build_engine
-from upshift.inference.weights import computing_host, find_weights, free_memory
+from upshift.inference.weights import find_weights
 
 DEVICE: Device = "cuda"
 SMALL: dict[str, Any] = {

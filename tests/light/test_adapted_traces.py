@@ -7,10 +7,10 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
 from made_requests import model_of
 
 from upshift.models.profile import PassCost, Polynomial, ReleasedGradients, Segment, StackTrace, StepTrace
+from upshift.planning.cost.activation_checkpointing import RANDOM_STATE
 from upshift.planning.cost.loss_head import apply_loss_kernel
 from upshift.planning.cost.parallel_trace import add_saved_bytes, expert_elements, expert_parallel_trace, tensor_parallel_trace
 from upshift.planning.cost.segments import (
-    RANDOM_STATE,
     PlacedSegment,
     chunk_scratch_bytes,
     compiled_segment,

@@ -329,10 +329,10 @@ def test_lengths_are_rounded_up_to_a_bucket_and_tokens_are_exact() -> None:
 
 def test_what_moved_is_told_from_the_most() -> None:
     """Of a whole of 100: less than 0.2 is not worth saying, what is new or gone counts whole."""
-    found = _moved_numbers({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, whole=100.0)
+    found = _moved_numbers({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, total=100.0)
     told = [(change.name, change.before, change.now) for change in found]
     assert told == [("b", 5.0, 8.0), ("new", None, 2.0), ("gone", 1.0, None)]
-    assert [change.name for change in _moved_numbers({"a": 1.0}, {"a": 1.1}, whole=None)] == ["a"]
+    assert [change.name for change in _moved_numbers({"a": 1.0}, {"a": 1.1}, total=None)] == ["a"]
 
 
 def test_terms_of_a_step_by_kind() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import rooms
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
@@ -62,6 +64,7 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
 MAX_UNFORMATTED = 45  # statements that the formatter leaves alone, outside cli: tables of short words
 MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORTED = 60  # modules, of the standard library most of them
+MAX_ROOMS = {"plan": 110, "train": 140, "generate": 70}  # files that the model enters from a command, by tests/rooms.py
 MACHINE_TEXT = {
     "an absolute path of a machine": re.compile(r"(?<![\w.])/(?:work|root|home)/"),
     "a registry address": re.compile(r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"),
@@ -179,6 +182,34 @@ def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
     return None
 
 
+@cache
+def names_of(module: str) -> set[str]:
+    """The names that a module defines, imports or assigns."""
+    names: set[str] = set()
+    for node in nodes(modules()[module]):
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def unknown_imports(file: Path) -> list[str]:
+    """Return the lines that import from upshift what it does not have. A module with ``__getattr__`` may have any name."""
+    unknown = []
+    for node in nodes(file):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("upshift"):
+            continue
+        module = str(node.module)
+        for alias in node.names:
+            is_module = f"{module}.{alias.name}" in modules()
+            if module not in modules() or not (is_module or {alias.name, "__getattr__"} & names_of(module)):
+                unknown.append(f"{node.lineno} {module} has no {alias.name}")
+    return unknown
+
+
 def functions(file: Path) -> Iterator[Function]:
     return (node for node in nodes(file) if isinstance(node, Function))
 
@@ -186,6 +217,19 @@ def functions(file: Path) -> Iterator[Function]:
 def refuse(broken: list[str], rule: str) -> None:
     if broken:
         pytest.fail(f"{rule}:\n  " + "\n  ".join(broken), pytrace=False)
+
+
+def test_imported_names_exist() -> None:
+    """mypy sees this in src alone."""
+    folders = ("tests", "benchmarks", "templates", "examples")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    refuse([f"{file.relative_to(ROOT)}:{line}" for file in files for line in unknown_imports(file)], "an import that fails")
+
+
+def test_an_unknown_import_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("from upshift.units import GIB, Nothing\nfrom upshift.nowhere import gib\nfrom upshift import plan\n")
+    assert unknown_imports(file) == ["1 upshift.units has no Nothing", "2 upshift.nowhere has no gib"]
 
 
 def test_every_file_has_a_floor() -> None:
@@ -403,6 +447,68 @@ def test_public_functions_name_their_arguments() -> None:
     refuse(broken, "keyword arguments have names and types")
 
 
+def test_a_model_enters_few_files() -> None:
+    """A reader who follows the model through a command opens each of these files."""
+    walked = rooms.Sources({module: tree(file) for module, file in modules().items()})
+    counts = {command: rooms.files_of(rooms.rooms(walked, walked.start(command))) for command in rooms.COMMANDS}
+    refuse([f"{command}: {count}" for command, count in counts.items() if count > MAX_ROOMS[command]], f"over {MAX_ROOMS}")
+
+
+REGISTRY = """
+from upshift.cli import train
+from upshift.cli.plan import command as plan
+COMMANDS = (Entry("plan", plan.command, TRAIN), Entry("train", train.command, TRAIN), Entry("data", train.show, LOOK))
+"""
+COMMAND = """
+import math
+from upshift.loading import load
+def command(model, limit=0):
+    request = pack(locals())
+    load(limit)
+    math.log(request)
+    Loader(request).read(limit)
+"""
+LOADING = """
+def load(path): ...
+def pack(options): ...
+class Loader:
+    def __init__(self, path): self.path = path
+    def read(self, limit): ...
+    def log(self, number): unused(number)
+"""
+
+
+def small_sources() -> rooms.Sources:
+    texts = {
+        rooms.COMMAND_LINE: REGISTRY,
+        "upshift.cli.plan.command": COMMAND + "\nfrom upshift.loading import Loader\nfrom upshift.packing import pack\n",
+        "upshift.cli.train": "def show(folder): ...",
+        "upshift.loading": LOADING,
+        "upshift.packing": "def pack(options): ...",
+    }
+    return rooms.Sources({module: ast.parse(text) for module, text in texts.items()})
+
+
+def test_rooms_are_those_that_the_model_enters() -> None:
+    walked = small_sources()
+    entered = {".".join(place) for place in rooms.rooms(walked, walked.start("plan"))}
+    assert entered == {"upshift.cli.plan.command.command", "upshift.packing.pack", "upshift.loading.Loader.__init__"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("tune", "upshift.cli.main registers no command 'tune'; it has plan, train, data"),
+        ("train", "train.command, the command 'train', is no function with a parameter 'model'"),
+        ("data", "train.show, the command 'data', is no function with a parameter 'model'"),
+    ],
+)
+def test_a_missing_start_is_named(command: str, words: str) -> None:
+    with pytest.raises(rooms.MissingStart) as error:
+        small_sources().start(command)
+    assert str(error.value) == words
+
+
 def test_few_statements_are_not_formatted() -> None:
     files = [file for file in sources() if place(file) != "cli"]  # signatures of commands
     skipped = [at(file, number) for file in files for number, line in enumerate(lines(file), 1) if "# fmt: skip" in line]
@@ -497,26 +603,34 @@ def test_every_module_says_what_it_is() -> None:
     refuse(broken, "no docstring at the top")
 
 
-NO_BEGINNING = ("Of", "What", "Whether", "Likewise", "As", "Where", "Which", "Whose", "How", "Who")
+NO_BEGINNING = ("Of", "What", "Whether", "Likewise", "As", "Where", "Which", "Whose", "How", "Who")  # of a docstring
+NO_SENTENCE = re.compile(r"[.:]\s+(Of|Whether|Which|Whose|Who)\s")  # begins in a docstring: two facts in one
 
 
 def riddles(file: Path) -> list[int]:
-    """Return the lines of docstrings that begin with neither a verb nor a noun, so that a reader must guess what is meant."""
+    """Return the lines of docstrings that begin with neither a verb nor a noun, or that pack two facts into a sentence, so that
+    a reader must guess what is meant."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     documented = [node for node in nodes(file) if isinstance(node, kinds)]
     texts = [(getattr(node, "lineno", 1), ast.get_docstring(node) or "") for node in documented]
-    return [line for line, text in texts if text and text.split()[0].rstrip(",.:;") in NO_BEGINNING]
+    return [
+        line for line, text in texts
+        if text and (text.split()[0].rstrip(",.:;") in NO_BEGINNING or NO_SENTENCE.search(text))
+    ]  # fmt: skip
 
 
 def test_docstrings_begin_with_what_is_done() -> None:
     broken = [at(file, line) for file in sources() for line in riddles(file)]
-    refuse(broken, f"a docstring begins with one of {', '.join(NO_BEGINNING)}")
+    refuse(broken, f"a docstring begins with one of {', '.join(NO_BEGINNING)}, or a sentence in it with Of, Which or Who")
 
 
 def test_a_riddle_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
-    file.write_text('"""Whether."""\n\ndef one():\n    """Of two."""\n\ndef two():\n    """Return two."""\n')
-    assert riddles(file) == [1, 3]
+    file.write_text(
+        '"""Whether."""\n\ndef one():\n    """Of two."""\n\ndef two():\n    """Return two."""\n\n'
+        'def three():\n    """Return three.\n\n    Of\n    four, one is left out."""\n'
+    )
+    assert riddles(file) == [1, 3, 9]
 
 
 def repository_files() -> list[Path]:
@@ -552,6 +666,28 @@ def test_links_between_pages_lead_somewhere() -> None:
                 if "://" not in target and not target.startswith("mailto:") and not (file.parent / target).exists():
                     broken.append(f"{at(file, number)} {target}")
     refuse(broken, "a link leads nowhere")
+
+
+NAMED_FILE = re.compile(r"(?<![\w/.])(?:src|tests|benchmarks|docs|templates|examples)/[a-z0-9_/]+\.(?:py|md|jsonl)\b")
+HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/log_archive.md")  # they name files that there were
+
+
+def missing_files(file: Path) -> list[str]:
+    """Return the lines that name a file of the repository which does not exist."""
+    named = [(number, name) for number, line in enumerate(lines(file), start=1) for name in NAMED_FILE.findall(line)]
+    return [f"{number}: {name}" for number, name in named if not (ROOT / name).exists()]
+
+
+def test_named_files_exist() -> None:
+    pages = [file for file in repository_files() if file.suffix == ".md" and str(file.relative_to(ROOT)) not in HISTORY]
+    broken = [f"{file.relative_to(ROOT)}:{line}" for file in [*sources(), *pages] for line in missing_files(file)]
+    refuse(broken, "a text names a file that does not exist")
+
+
+def test_a_missing_file_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("# tests/light/test_house.py\n# see (tests/light/test_nothing.py), github.com/x/y/tests/other.py\n")
+    assert missing_files(file) == ["2: tests/light/test_nothing.py"]
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"])

@@ -18,6 +18,7 @@ from upshift.models.profile import (
     StackTrace,
     StepTrace,
 )
+from upshift.planning.cost.activation_checkpointing import RANDOM_STATE
 from upshift.planning.cost.memory import (
     MEMORY_PARTS,
     Backward,
@@ -29,7 +30,6 @@ from upshift.planning.cost.memory import (
     step_memory,
 )
 from upshift.planning.cost.partition import FsdpTransients, InFlight, Share, Stage, share_of, stage_of
-from upshift.planning.cost.segments import RANDOM_STATE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 

@@ -118,7 +118,7 @@ def compare(
 
     - ``a``, ``b``: a command as text (no shell reads it) or as a list of words: its whole process is timed. Or a function at the
       top of a file, or its ``"module:function"``: its quickest call is timed, without imports and the first call.
-    - ``rounds``: of both. The order within a round is drawn at random, and balanced over the rounds.
+    - ``rounds``: the number of rounds of both. The order within a round is drawn at random, and balanced over the rounds.
     - ``max_rounds``: if the outcome is not decided, run twice as many rounds, and so on up to this number. The looks at the
       outcome share the probability of error, so that many looks do not find a difference that does not exist.
     - ``confidence``: that the interval holds the ratio.

@@ -30,7 +30,7 @@ class Sample(NamedTuple):
     """The measurements of one run of a contender."""
 
     seconds: float
-    cpu_seconds: float  # of all its threads and processes
+    cpu_seconds: float  # CPU time of all its threads and processes
     resident_bytes: int  # the highest sum over its processes, sampled; 0: it ended before the first sample
     result: float | None  # the number that the function returned, or that the command printed last
 

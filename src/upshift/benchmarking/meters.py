@@ -96,7 +96,7 @@ def tree_bytes(pid: int) -> int:
     """Return the bytes that a process and all that it has started occupy now. Processes that have ended count 0."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        return sum(_resident(one) for one in (process, *process.children(recursive=True)))
+        return sum(_resident(member) for member in (process, *process.children(recursive=True)))
     return 0
 
 

@@ -71,7 +71,7 @@ class Moment:
     seconds: float
     own_cpu_seconds: float
     waited: dict[int, float] | None  # by thread, the seconds that it has waited for a core
-    all_cpu_seconds: float | None  # that this process's processors have worked for any program
+    all_cpu_seconds: float | None  # CPU time that this process's processors have spent on any program
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Timing:
     seconds: float
     cpu_seconds: float
     waited: float = 0.0
-    other_cores: float = 0.0  # that other programs used meanwhile
+    other_cores: float = 0.0  # cores that other programs used meanwhile
 
     @property
     def busy(self) -> bool:

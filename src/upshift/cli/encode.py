@@ -68,7 +68,7 @@ def command(
     the input, and uses the fastest one."""
     wait_briefly()
     from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
-    from upshift.inference.media.items import holds_media
+    from upshift.inference.media.files import holds_media
     from upshift.inference.weights import find_weights
 
     media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)

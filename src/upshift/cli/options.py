@@ -101,12 +101,21 @@ def _check_quality(text: str) -> str:
 
 def output_folder(text: str) -> Any:
     """Return the option ``--output`` of a command that writes a folder. An existing file is refused before anything starts."""
-    return option("--output", "-o", text=text, panel=Panel.OUTPUT, metavar="FOLDER", check=_check_folder)
+    return option("--output", "-o", text=text, panel=Panel.OUTPUT, metavar="FOLDER", check=partial(check_new_folder, "--output"))
 
 
-def _check_folder(path: Path) -> Path:
+def check_new_folder(name: str, path: Path) -> Path:
+    """Return ``path``. Raise WrongValue if it is a file. A folder that does not exist is made later."""
     if path.is_file():
-        raise WrongValue(f"--output {path} is a file; give a folder, which may be new")
+        raise WrongValue(f"{name} {path} is a file; give a folder, which may be new")
+    return path
+
+
+def check_existing_folder(name: str, path: Path) -> Path:
+    """Return ``path``. Raise WrongValue if it is not a folder that exists."""
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
+        raise WrongValue(f"{name} {path} {problem}; give a folder that exists")
     return path
 
 

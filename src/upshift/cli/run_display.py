@@ -65,7 +65,8 @@ class RunDisplay:
         )
 
     def event_callback(self, name: str, predicted_bytes: float | None) -> Any:
-        """Return an event callback for one of several runs. ``predicted_bytes``: of this run, if not as before."""
+        """Return an event callback for one of several runs. ``predicted_bytes``: the prediction for this run, if it is another
+        one than before."""
 
         def show_event(event: Any) -> None:
             previous = self.predicted_bytes

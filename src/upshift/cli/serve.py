@@ -27,6 +27,8 @@ from upshift.cli.options import (
     Quality,
     RaceSeconds,
     argument,
+    check_existing_folder,
+    check_new_folder,
     option,
     read_api_keys,
     read_generation_settings,
@@ -60,13 +62,6 @@ def _check_root_path(path: str) -> str:
     """Return the path of a proxy. Raise RequestError if it does not begin with a slash, or ends with one."""
     if path and not ROOT_PATH.fullmatch(path):
         raise RequestError(f"--root-path {path!r} is no path of a proxy; write one such as /llm, without a slash at its end")
-    return path
-
-
-def _refuse_file(name: str, path: Path) -> Path:
-    """Return the path of a folder. Raise RequestError if it is a file."""
-    if path.is_file():
-        raise RequestError(f"{name} {path} is a file; give a folder")
     return path
 
 
@@ -140,7 +135,7 @@ AdapterFolder = Annotated[
     Path | None,
     option(
         "--adapter-folder", panel=Panel.SERVER, metavar="FOLDER", default="clients load none",
-        check=partial(_refuse_file, "--adapter-folder"),
+        check=partial(check_existing_folder, "--adapter-folder"),
         text="Let clients load adapters from this folder, and unload them, while the server runs.",
     ),
 ]  # fmt: skip
@@ -148,7 +143,7 @@ BatchFolder = Annotated[
     Path | None,
     option(
         "--batch-folder", panel=Panel.SERVER, metavar="FOLDER", default="no batches",
-        check=partial(_refuse_file, "--batch-folder"),
+        check=partial(check_new_folder, "--batch-folder"),
         text="Take OpenAI's batches (/v1/files, /v1/batches), and keep their files in this folder.",
     ),
 ]  # fmt: skip
@@ -276,8 +271,6 @@ def _assign_adapters(
     from upshift.serving.adapter_files import assign_adapters, check_engine_of_adapters
 
     adapters = assign_adapters(folders, names)
-    if adapter_folder is not None and not adapter_folder.is_dir():
-        raise RequestError(f"--adapter-folder {adapter_folder} is no folder; give the one that has the adapters")
     if adapters or adapter_folder is not None:
         check_engine_of_adapters(engine, loads_later=adapter_folder is not None)
     return adapters

@@ -407,6 +407,7 @@ def isolation_table(isolation: Isolation) -> Table:
     return table
 
 
+MAX_FAILURE = 160  # characters of a library's error; all of it is in the race's file
 STOPPED = {  # why the race stopped timing an engine, by the reason's name
     "quality": "the quality is not reached",
     "behind": "the fastest is 1.5 times as fast or more",
@@ -458,7 +459,7 @@ def print_race_notes(race: Any, unit: str) -> None:
         dim(f"Without any computing: {race.ceiling:,.0f} {unit}, more than any engine can do here")
     for run in race.runs:
         if run.failure:
-            dim(f"{run.setup.label()} did not run: {run.failure}")
+            dim(f"{run.setup.label()} did not run: {textwrap.shorten(run.failure, MAX_FAILURE, placeholder=' ...')}")
     for reason, text in STOPPED.items():
         names = [run.setup.label() for run in race.runs if run.stopped == reason]
         if names:

@@ -31,6 +31,7 @@ from upshift.hardware.detect import detect, find_nvml
 from upshift.hardware.nvml import Gpus, read_gpus
 from upshift.hardware.spec import Host
 from upshift.settings import read_library_variables, read_ranks, read_settings
+from upshift.text import one_line
 from upshift.units import MIB
 from upshift.value import Value
 from upshift.versions import installed_versions, torch_cuda
@@ -76,7 +77,7 @@ def with_failure(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]
     try:
         yield from findings
     except (UpshiftError, ImportError, OSError, ValueError) as failure:  # ValueError: a file or a variable in another form
-        reason = " ".join(str(failure).split()) or type(failure).__name__
+        reason = one_line(failure, limit=None) or type(failure).__name__
         yield error(
             subject,
             what=f"cannot be examined any further: {reason[:300]}",

@@ -110,7 +110,7 @@ def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iter
     """Yield findings about the connections to the other hosts. ``wait_seconds``: how long the other hosts may take to start."""
     if len(hosts) < 2:
         raise RequestError(f"--hosts {','.join(hosts)} names one host; name all, as a,b, and start the command on each")
-    own = own_index(hosts)
+    own_number = own_index(hosts)
     deadline = time.monotonic() + wait_seconds
     try:
         server = Server(port)
@@ -123,8 +123,8 @@ def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iter
         return
     yield from _examine_own_name()
     for index, host in enumerate(hosts):
-        if index != own:
-            yield from _examine_pair(hosts[own], host, port, deadline)
+        if index != own_number:
+            yield from _examine_pair(hosts[own_number], host, port, deadline)
     if wait_seconds:
         deadline += CONNECT_SECONDS + 1
     server.wait(len(hosts) - 1, deadline)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from upshift.debugging.finding import Finding, error, ok, warning
 from upshift.settings import Ranks
+from upshift.text import one_line
 from upshift.units import MIB
 
 MEET_SECONDS = 60.0
@@ -62,7 +63,7 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
         gathered: list[dict[tuple[int, int], tuple[float, float] | None]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(gathered, pairs)
     except (RuntimeError, ValueError) as failure:  # ValueError: an address that torch cannot parse
-        message = " ".join(str(failure).split())[:200]
+        message = one_line(failure, limit=200)
         variables = "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=NAME" if backend == "nccl" else "export GLOO_SOCKET_IFNAME=NAME"
         return [
             error(

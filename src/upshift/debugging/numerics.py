@@ -125,7 +125,7 @@ class DebugUnderflowOverflow:
         self._tell = tell
         self._trends = Trends()
         self._warned = set[tuple[str, str]]()
-        self._frames: list[Frame] = []  # of this batch
+        self._frames: list[Frame] = []  # the frames of this batch
         # Calls whose ranges are not read yet: name and class of the module, then label, tensor and range of each tensor.
         self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []
         self._open = False

@@ -9,7 +9,7 @@ from upshift.hardware.catalog.efficiency import gemm_efficiency, memory_efficien
 from upshift.hardware.spec import Gpu, Host, Measured, Precision
 from upshift.units import GIGA, TERA
 
-PROBED_FLOPS = 2 * 8192**3  # of the matrix product that the probe times on a GPU
+PROBED_FLOPS = 2 * 8192**3  # FLOPs of the matrix product that the probe times on a GPU
 # Shares of the datasheet's peaks, for products without published measurements.
 USUAL_SHARE = 0.6
 USUAL_MEMORY = 0.7

@@ -175,7 +175,8 @@ def examine_requirements(
 
 
 def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare torch with the driver, and find variables that hide GPUs. ``built``, ``is_known``: as of ``torch_cuda``."""
+    """Compare torch with the driver, and find variables that hide GPUs. ``built``, ``is_known``: the results of
+    ``torch_cuda``."""
     if not gpus.states:
         return
     if lacks_cuda(built, is_known):

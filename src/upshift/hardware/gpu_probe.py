@@ -28,7 +28,7 @@ from upshift.units import MIB
 if TYPE_CHECKING:
     import torch
 
-SIDES = (8192, 4096, 2048, 1024, 512)  # of the square matrices; the largest that fits the memory and the time
+SIDES = (8192, 4096, 2048, 1024, 512)  # sides of the square matrices; the largest that fits the memory and the time
 BYTES_PER_ELEMENT = 20  # three matrices in fp32, and two before they are converted
 STREAM_BYTES = 1024 * MIB  # of one array
 SMALL_STREAM_BYTES = 64 * MIB
@@ -128,8 +128,8 @@ def are_peers(ranks: int) -> bool:
     """Return whether every GPU can read the memory of every other one. If not, NCCL copies through the host's memory."""
     import torch
 
-    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+    pairs = [(reader, owner) for reader in range(ranks) for owner in range(ranks) if reader != owner]
+    return all(torch.cuda.can_device_access_peer(reader, owner) for reader, owner in pairs)
 
 
 def measure_rank(rank: int, ranks: int, port: int) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class GpuState(Value):
     default_limit_watts: float | None = None
     min_limit_watts: float | None = None
     pcie_generation: int | None = None
-    max_pcie_generation: int | None = None  # of card and slot together
+    max_pcie_generation: int | None = None  # the highest that both the card and the slot have
     pcie_width: int | None = None
     max_pcie_width: int | None = None
     nvlink_links: int | None = None  # active

@@ -41,7 +41,7 @@ MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
 POLL_SECONDS = 0.05
-BASE_NAMES = ("resident_bytes", "compiler", "exchanges")  # of the measurements of the base process
+BASE_NAMES = ("resident_bytes", "compiler", "exchanges")  # the names of the measurements of the base process
 
 
 def memory_rate(host: Host) -> float:

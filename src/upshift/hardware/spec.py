@@ -115,7 +115,7 @@ class Cpu(Value):
     isa: tuple[Isa, ...] | None
     memory_bytes: Bytes | None  # the smaller of RAM and cgroup limit
     free_memory_bytes: Bytes | None  # free now; bounded by the cgroup limit, too
-    peak: Rates | None = None  # of all cores together
+    peak: Rates | None = None  # the peak of all cores together
 
     def supports(self, precision: Precision) -> bool | None:
         """Return whether the cores have matrix instructions for this precision. If not, torch emulates it slowly."""
@@ -208,7 +208,7 @@ class Host(Value):
     intra_node: Link | None = None  # between the GPUs of a node
     inter_node: Link | None = None  # per node, between nodes
     host_to_device: Link | None = None
-    disk_bytes_per_second: Rate | None = None  # of the disk that a model's weights are read from, if measured
+    disk_bytes_per_second: Rate | None = None  # the disk from which a model's weights are read, if it was measured
     measured: Measured | None = None
     origin: dict[str, str] = {}
 

@@ -12,7 +12,7 @@ from upshift.errors import RequestError
 from upshift.models.config import read_json
 from upshift.models.source import ADAPTER_FILE
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank that vLLM 0.32 takes
 
 
 def check_adapters(folders: Sequence[str]) -> None:

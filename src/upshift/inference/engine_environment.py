@@ -78,7 +78,7 @@ class EngineEnvironment(Value):
     """Describe the environment of an engine, and hold the fixed arguments."""
 
     python: Path
-    version: str  # of vLLM
+    version: str  # vLLM's version
     torch: str | None = None
     transformers: str | None = None
     arguments: EngineArguments = EngineArguments()
@@ -101,9 +101,9 @@ def choose_environment(
     Raise RequestError if the user names an interpreter or arguments, and another engine. ``engine``: the only engine to use."""
     if engine in (None, "vllm"):
         return find_environment(None if python is None else Path(python), arguments)
-    given = "--engine-python" if python is not None else "--engine-set" if arguments else None
-    if given is not None:
-        raise RequestError(f"{given} is for --engine vllm, and --engine is {engine}; leave one of them out")
+    option_name = "--engine-python" if python is not None else "--engine-set" if arguments else None
+    if option_name is not None:
+        raise RequestError(f"{option_name} is for --engine vllm, and --engine is {engine}; leave one of them out")
     return None
 
 
@@ -224,7 +224,8 @@ def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:
 
 
 def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
-    """Return the versions in an environment. Nothing is imported there. ``name``: what names the interpreter."""
+    """Return the versions in an environment. Nothing is imported there. ``name``: the option or the variable that names the
+    interpreter."""
     if not python.exists():
         raise RequestError(f"{name} {python} does not exist; give a Python interpreter, {EXAMPLE}")
     if python.is_dir():
@@ -234,10 +235,10 @@ def _ask_versions(python: Path, name: str) -> Mapping[str, Any]:
             [str(python), "-I", str(WORKER), "--describe"], capture_output=True, text=True, timeout=DESCRIBE_SECONDS, check=False
         )
         versions: Mapping[str, Any] = json.loads(answer.stdout)
-        found = versions["vllm"]
+        vllm_version = versions["vllm"]
     except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         raise RequestError(f"{name} {python} does not run as a Python interpreter; give one, {EXAMPLE}") from None
-    if found is None:
+    if vllm_version is None:
         raise RequestError(
             f"{name} {python} (Python {versions['python']}) has no vLLM; install it with upshift engines install "
             "vllm, or give the interpreter of another environment"

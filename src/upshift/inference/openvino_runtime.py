@@ -23,7 +23,7 @@ from upshift.internals.openvino_names import FP16_WEIGHTS
 from upshift.settings import without_telemetry
 from upshift.units import MIB
 
-END_BYTES = 64  # of a model file, which hold its last element
+END_BYTES = 64  # the last element of a model file lies within its last bytes
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from upshift.models.source import ModelSource
 from upshift.value import Value
 
 Bits = Literal[4, 8]
-SAMPLE_TEXTS = 256  # that are read of a file
-CALIBRATION_TEXTS = 64  # that rounding is fitted to
-CALIBRATION_TOKENS = 256  # of each of these texts
+SAMPLE_TEXTS = 256  # the most texts that are read from a file
+CALIBRATION_TEXTS = 64  # the texts that rounding is fitted to
+CALIBRATION_TOKENS = 256  # tokens of each of these texts
 HELD_OUT = 8  # texts that the report is measured on
 COPIED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")  # config, tokenizer, modules after the model
 REPORT = "upshift_quality.json"

@@ -142,7 +142,7 @@ class EngineFactory(NamedTuple):
     name: str  # module:class, in the task's folder of engines
     precisions: tuple[Precision, ...]  # on a CPU
     on_gpu: tuple[Precision, ...] = ()
-    needs: Precision | None = None  # that the hardware must support, whatever the precision of the weights
+    needs: Precision | None = None  # the hardware must support it, whatever the precision of the weights
     kinds: str = ""  # module:name of the supported model types (model_type of a config); empty: all
 
     def precisions_on(self, device: Device) -> tuple[Precision, ...]:
@@ -153,7 +153,7 @@ class EngineSpec(NamedTuple):
     """An engine: the libraries that it needs, and its factory for each task."""
 
     libraries: tuple[str, ...]
-    extra: str  # of Upshift; empty: the core installs the libraries
+    extra: str  # Upshift's extra with the libraries; empty: the core installs them
     factories: Mapping[Task, EngineFactory]
     uncompiled: EngineName | None = None  # for an engine that compiles at each load: the same engine without compiling
     start_seconds: float = 0.0  # the least that the start of its own process takes; 0: it runs in ours
@@ -327,11 +327,11 @@ def contestants(
         precisions = [
             precision for precision in factory.precisions_on(device) if precision == reference or precision not in excluded
         ]
-        own = environment if spec.has_environment else None
-        if own is not None:
-            precisions = [precision for precision in precisions if own.allows(precision)]
+        engine_environment = environment if spec.has_environment else None
+        if engine_environment is not None:
+            precisions = [precision for precision in precisions if engine_environment.allows(precision)]
         if precisions and _supports(task, factory, source):
-            setups += [base.changed(engine=name, precision=precision, environment=own) for precision in precisions]
+            setups += [base.changed(engine=name, precision=precision, environment=engine_environment) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
 
 
@@ -355,7 +355,7 @@ def check_engine(
     task: Task, name: str, source: ModelSource, host: Host, environment: EngineEnvironment | None = None
 ) -> EngineName:
     """Return the engine's name. Raise RequestError if it does not support the task, the machine or the model, or if it
-    is not installed. ``environment``: of an engine that has its own."""
+    is not installed. ``environment``: the environment of an engine that has its own."""
     device = _device(host)
     valid_names = [
         engine for engine, spec in ENGINES.items() if task in spec.factories and spec.factories[task].precisions_on(device)

@@ -7,20 +7,17 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from upshift.errors import NothingFits, RequestError
-from upshift.hardware import detect
+from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.inference.engine_environment import EngineEnvironment
 from upshift.inference.registry import EngineName, Precision, Task, check_engine
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, find_pickle, read_index
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
-from upshift.units import format_bytes
 
 OPENVINO_FILE = "openvino_model.xml"  # the name that OpenVINO's tools use
-OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder: only Upshift writes such a pair
+OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder; only Upshift writes such a pair
 MEMORY_FACTOR = 1.5  # memory over bytes of weights: the export of a Llama of 134 M parameters to OpenVINO took 1.26
 
 
@@ -61,7 +58,7 @@ def stored_for(source: ModelSource) -> EngineName | None:
 def check_requested_engine(
     task: Task, source: ModelSource, engine: str | None, host: Host, environment: EngineEnvironment | None = None
 ) -> EngineName | None:
-    """Return the engine that the user requests, or None. ``environment``: of an engine that has its own.
+    """Return the engine that the user requests, or None. ``environment``: the environment of an engine that has its own.
 
     Raise RequestError if that engine cannot run, or if the weights are quantized for another engine, or for one that cannot
     run."""
@@ -90,46 +87,6 @@ def weight_files(source: ModelSource) -> list[Path]:
 def weights_size(source: ModelSource) -> int:
     """Return the bytes of the weights on disk."""
     return sum(path.stat().st_size for path in weight_files(source))
-
-
-def computing_host(stored: EngineName | None = None) -> Host:
-    """Return this machine with the device that runs models: one GPU if torch uses it, or else the CPU.
-
-    ``stored`` is the only engine that loads the weights. Other engines than torch use the CPU."""
-    import torch
-
-    host = detect()
-    if host.device == "cuda" and stored in (None, "torch"):
-        check_torch_uses_gpus(host)
-        if torch.cuda.is_available():
-            return host.one_device()
-    return host.cpu_alone()
-
-
-def free_memory(host: Host) -> int | None:
-    """Return the free bytes on the device that runs the model."""
-    device = host.gpu or host.cpu
-    return None if device is None else device.free_memory_bytes
-
-
-def reference_precision(source: ModelSource, host: Host) -> Precision:
-    """Return the precision of transformers at the start of a race: fp32, or 16 bits on a GPU that is too small for fp32."""
-    free_bytes = free_memory(host)
-    if host.gpu is None or free_bytes is None or needed_memory(source, "fp32") <= free_bytes:
-        return "fp32"
-    return "fp16" if host.supports("bf16") is False else "bf16"
-
-
-def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
-    """Raise NothingFits if the reference, with which every race begins, does not fit into the free memory."""
-    free_bytes = free_memory(host)
-    needed_bytes = needed_memory(source, reference)
-    if free_bytes is not None and needed_bytes > free_bytes:
-        raise NothingFits(
-            f"running {source.reference!r} takes {format_bytes(needed_bytes)}, as a race begins with transformers in "
-            f"{reference}, and {format_bytes(free_bytes)} of memory is free; free some, or look what fits where: upshift plan "
-            "MODEL --generate"
-        )
 
 
 def needed_memory(source: ModelSource, precision: Precision) -> int:

@@ -17,7 +17,7 @@ RENDEZVOUS_PORT = 29400  # torchrun's own default
 RESUME_HINT = "the same command goes on from the newest checkpoint"
 OVERWRITES = "--overwrite would delete what a restart goes on from; leave it out, or give an empty --output"
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")  # of Kubernetes objects, which append a suffix to it
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")  # Kubernetes appends a suffix to it
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]i")
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
@@ -27,11 +27,11 @@ class HostJob(Value):
     """The size of the hosts of a job, and what the job's file says of them."""
 
     name: str = "upshift"
-    cpus: int | None = None  # of a host, as are the next two
+    cpus: int | None = None  # CPUs of one host; the next two fields are of one host, too
     memory: str | None = None  # as Kubernetes writes it: 64Gi
     gpus: int = 0
     environment: tuple[tuple[str, str], ...] = ()
-    image: str | None = None  # of a container
+    image: str | None = None  # the container's image
     node_selector: tuple[tuple[str, str], ...] = ()
     python: str = sys.executable
     folder: str = ""  # the working folder; empty: that of the scheduler

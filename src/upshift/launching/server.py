@@ -24,7 +24,7 @@ ALL_ADDRESSES = "0.0.0.0"
 class ServerJob(HostJob):
     """A request to start the same server on each of several hosts.
 
-    ``serve``: the command line, starting with the word serve. ``port``: that it listens on, with HTTPS if
+    ``serve``: the command line, starting with the word serve. ``port``: the port that it listens on, with HTTPS if
     ``is_encrypted``. ``num_devices``: the GPUs that it takes on a host."""
 
     serve: tuple[str, ...]

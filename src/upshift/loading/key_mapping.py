@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CONVERTER, NAME_CHANGES, NAME_ORDER, RENAME, RENAMING, SKIPPED
+from upshift.text import one_line
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,11 @@ def convert_group(
     try:
         weights = transform.convert(group.target, model=model, config=model.config, hf_quantizer=quantizer, loading_info=info)
     except (SKIPPED.get(), RuntimeError, ValueError, IndexError, KeyError) as error:
-        reason = error if info is None else info.conversion_errors.pop(group.target, error)
+        message = error if info is None else info.conversion_errors.pop(group.target, error)
+        reason = one_line(message, limit=None)[-200:]  # a traceback has its reason at the end
         raise RequestError(
             f"{len(group.sources)} stored tensors, {group.sources[0][1]} the first, do not become {group.target} "
-            f"({_one_line(reason)}); the checkpoint is not whole, or its config.json is that of another model"
+            f"({reason}); the checkpoint is not whole, or its config.json is that of another model"
         ) from error
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in weights.items()}
 
@@ -99,8 +101,3 @@ def filled_shapes(group: Group, shapes: Mapping[str, torch.Size], model: PreTrai
         return {group.target: shapes[group.sources[0][1]]}
     empty = {name: torch.empty(shapes[name], device="meta") for _, name in group.sources}
     return {name: tensor.shape for name, tensor in convert_group(group, empty, model).items()}
-
-
-def _one_line(reason: object) -> str:
-    """Return the last 200 characters on one line. A traceback has its reason at the end."""
-    return " ".join(str(reason).split())[-200:]

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.peft_names import CACHES, CONVOLUTION, DORA, EMBEDDING, LAYER, LINEAR, PARAMETER
 from upshift.internals.torch_names import PARAMETERS
+from upshift.text import one_line
 from upshift.units import MIB
 
 ADAPTER = "default"  # the adapter's name in the peft model
@@ -91,7 +92,7 @@ class AdaptedModel:
                 model.register_load_state_dict_pre_hook(_allocate_weights)
                 result = model.load_adapter(str(folder), ADAPTER, torch_device="cpu")
             except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
-                raise _not_for_model(config, folder, " ".join(str(error).split())[:300]) from error
+                raise _not_for_model(config, folder, one_line(error)) from error
         not_read = [name for name, weight in model.named_parameters() if f".{ADAPTER}" in name and weight.device.type == "meta"]
         if result.unexpected_keys:
             raise _not_for_model(config, folder, f"the adapter has {result.unexpected_keys[0]}, and the model no place for it")

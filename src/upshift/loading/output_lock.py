@@ -19,7 +19,7 @@ from pathlib import Path
 from upshift.errors import RequestError
 
 LOCK_NAME = ".upshift.lock"  # in an output folder
-HOLDER_BYTES = 1000  # of the lock file's text that are read
+HOLDER_BYTES = 1000  # the most bytes that are read of the lock file
 ENDING_SECONDS = 30.0  # children of a killed process hold its lock until their writes are on the disk
 POLL_SECONDS = 0.05
 DYING_SECONDS = 1.0  # a killed process exists until the kernel has freed its memory

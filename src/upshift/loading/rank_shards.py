@@ -30,7 +30,7 @@ from upshift.models.build import find_stacks
 from upshift.models.tensor_parallel_plan import declared_plan, divided_dimension, unknown_styles
 
 Interval = tuple[int, int]  # start, end (exclusive)
-Intervals = tuple[Interval, ...]  # of one dimension, which are concatenated
+Intervals = tuple[Interval, ...]  # the intervals of one dimension, which are concatenated
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
 from upshift.models.source import ALL_LINEAR, AdapterOptions, ModelSource
+from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
         try:
             peft_model: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
         except (ValueError, TypeError) as error:  # peft raises TypeError for a module that it cannot train whole
-            reason = " ".join(str(error).split())
+            reason = one_line(error, limit=None)
             option = "--lora-target; target_modules in peft"
             if isinstance(error, TypeError):
                 option = "--lora-modules-to-save; modules_to_save in peft"

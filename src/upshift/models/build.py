@@ -20,9 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
 from upshift.models.config import text_configs
-from upshift.models.hf_config import one_line
 from upshift.models.profile import Objective
 from upshift.models.tasks import FEATURES, TRAINED, ModelTask, find_task, names_in, tasks_of
+from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
         objective = task.objective
         fits_kind = config.is_encoder_decoder == (objective == "seq2seq-lm") or objective == "sequence-classification"
         is_decoder = objective == "masked-lm" and getattr(config, "is_decoder", False)
-        has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of a model of texts and images
+        has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of texts and images
         if fits_kind and not is_decoder and not has_text_part:
             return Architecture(trainable, task)
     model_class = next(_classes_for(FEATURES, config), None)

@@ -132,6 +132,12 @@ def stable_positions_in(text: Any) -> int | None:
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
+def label_names(config: Any) -> tuple[str, ...]:
+    """Return the names of a classifier's labels, in the order of its scores."""
+    names: dict[Any, str] = config.id2label or {}
+    return tuple(names[index] for index in sorted(names))
+
+
 def padding_of(text: Any) -> int | None:
     """Return the id of the padding token, or None if the config names none or the vocabulary does not have it."""
     token = getattr(text, "pad_token_id", None)

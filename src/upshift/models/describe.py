@@ -18,6 +18,7 @@ from upshift.models.config import heads_of, positions_in, text_configs
 from upshift.models.profile import CachedLayers, Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
+from upshift.text import one_line
 
 VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")  # torch's errors for tensors without values
 
@@ -199,7 +200,7 @@ def why_untraceable(source: ModelSource, error: BaseException) -> str:
             f"{source.reference!r} cannot be traced: {location} looks at the numbers in its tensors, and a trace without weights "
             f"has none; use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
         )
-    reason = " ".join(str(error).split())[:240]
+    reason = one_line(error, limit=240)
     return (
         f"{source.reference!r} cannot be traced: {location} does not run on sample inputs ({reason}); check the config's sizes, "
         f"use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"

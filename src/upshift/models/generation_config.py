@@ -54,7 +54,7 @@ class FileDefaults:
     """The options of a model's files for choosing text, and what they depend on. They are read once, and serve every request."""
 
     options: Mapping[str, Any]
-    file_name: str  # that has the options
+    file_name: str  # the file that has the options
     reference: str  # the user's name of the model
     has_encoder: bool  # max_length counts the decoder's start token
     positions: int | None  # the most tokens that the model takes; None: no limit, or no option depends on it

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from upshift.errors import RequestError
 from upshift.models.config import config_text
+from upshift.text import one_line
 
 
 def parse_config(config: dict[str, Any], reference: str) -> PretrainedConfig:
@@ -46,8 +47,3 @@ def _check_model_type(config: dict[str, Any], reference: str) -> None:
         f"model_type {model_type!r} of {reference!r} is unknown to transformers {transformers.__version__}; "
         "use a model that it supports, or upgrade transformers"
     )
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message on one line, cut to 300 characters."""
-    return " ".join(str(error).split())[:300]

@@ -35,7 +35,7 @@ class Inspection(Value):
     flop_convention: str
     activations: tuple[ActivationBytes, ...]
     kv_bytes_per_token: float | None  # in bf16, whole model
-    kv_bytes: float | None  # of one sequence of this length, in bf16
+    kv_bytes: float | None  # keys and values of one sequence of this length, in bf16
     declares: dict[str, Any]
     chunked_loss: str
     isolation: Isolation

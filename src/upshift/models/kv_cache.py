@@ -17,8 +17,8 @@ from upshift.models.config import heads_of
 
 NAMES = ("cache", "past_key_values", "cache_params")  # the newest name first
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # with keys and values alone
-TOKEN_STATES = (("keys", 2), ("values", 2), ("indexer_keys", 1))  # of a layer, and the dimension of their tokens
-FIXED_STATES = ("conv_states", "recurrent_states")  # of a layer: tensors by their number
+TOKEN_STATES = (("keys", 2), ("values", 2), ("indexer_keys", 1))  # a layer's tensors, and the dimension of their tokens
+FIXED_STATES = ("conv_states", "recurrent_states")  # a layer's tensors by their number
 
 
 def cache_argument(model: Any) -> str:
@@ -132,8 +132,8 @@ def join_rows(present: Any, new: Any, *, dropped: int, present_padding: int, new
         for name, dimension in TOKEN_STATES:
             states = getattr(layer, name, None)
             if states is not None and states.numel():
-                kept = states.narrow(dimension, dropped, states.shape[dimension] - dropped)
-                padded = _pad_left(kept, dimension, present_padding)
+                remaining = states.narrow(dimension, dropped, states.shape[dimension] - dropped)
+                padded = _pad_left(remaining, dimension, present_padding)
                 setattr(layer, name, torch.cat([padded, _pad_left(getattr(other, name), dimension, new_padding)]))
         for name in FIXED_STATES:
             fixed = getattr(layer, name, {})

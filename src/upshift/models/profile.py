@@ -346,9 +346,9 @@ class ModelProfile(Value):
     tensor_parallel: TensorParallel | None
     tensor_parallel_reason: str  # why it can, or cannot, be planned
     experts: Experts | None
-    heads: tuple[int, int] | None  # of queries and of keys; None if the config does not say
+    heads: tuple[int, int] | None  # heads of queries, and of keys; None if the config does not say
     chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
-    forward_flops: Polynomial  # of the whole model, by flop_convention, without recomputation
+    forward_flops: Polynomial  # the whole model's, by flop_convention, without recomputation
     backward_flops: Polynomial  # likewise
     flop_convention: str = FLOP_CONVENTION
 

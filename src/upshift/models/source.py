@@ -46,7 +46,7 @@ QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:23
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
 ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # as transformers names it
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
-SHOWN_CHARACTERS = 100  # of a reference in a message
+SHOWN_CHARACTERS = 100  # the most characters of a reference in a message
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; no pickled files
 
@@ -108,12 +108,12 @@ class AdapterOptions(Value):
 
     def first_of_adapter(self) -> str | None:
         """Return the first given option that describes a new adapter, or None."""
-        given = (
+        names = (
             _option_name(name)
             for name, field in AdapterOptions.model_fields.items()
             if name.startswith("lora_") and getattr(self, name) != field.default
         )
-        return next(given, None)
+        return next(names, None)
 
     def check_rank(self) -> None:
         """Raise RequestError if there is no rank, and another option is of an adapter."""

@@ -1,7 +1,7 @@
 """List what models are for, as transformers' own tables of classes say: the one table that every command asks.
 
 Each row joins a task of the Hub to the Auto class of its models, the class of its preprocessor, and the loss that Upshift trains.
-What a model reads and writes is said by its class, because models of one task differ: ``input_modalities`` names its inputs.
+The model's class says which inputs it reads and what it writes, because models of one task differ: see ``input_modalities``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelTask(NamedTuple):
 
     name: str  # as the Hub and transformers' pipelines name it
     auto_class: str
-    table: str  # of transformers, from model types to classes
+    table: str  # the name of transformers' table from model types to classes
     preprocessor: Preprocessor
     output: Output
     objective: Objective | None = None  # the loss that Upshift trains; None: it trains none

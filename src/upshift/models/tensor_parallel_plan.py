@@ -88,7 +88,7 @@ def keep_slice(model: PreTrainedModel, degree: int) -> None:
             shape[dimension] //= degree
             local_weight = parameter.new_empty(shape)
             setattr(module, name, nn.Parameter(local_weight, requires_grad=parameter.requires_grad))
-            padding_idx = getattr(module, "padding_idx", None)  # of an nn.Embedding, or of the model's own class like it
+            padding_idx = getattr(module, "padding_idx", None)  # an nn.Embedding has it, and so do classes of models like it
             if isinstance(padding_idx, int) and padding_idx >= shape[0]:
                 module.padding_idx = None  # the row is another rank's
 

@@ -88,7 +88,7 @@ class OptimizerFacts:
     cuda_only: bool = False
     compiles: bool = False  # its update is made by torch.compile, which needs a compiler that works
     rounds: bool = False  # its update of bf16 weights is rounded stochastically
-    options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
+    options: Mapping[str, type] = field(default_factory=dict)  # the options of optim_args, as transformers reads them
     added: AddedOptimizer | None = None  # if the optimizer is a file of its own
 
 

@@ -5,8 +5,8 @@ Only the standard library and pydantic are used, so that planning needs no numpy
 Rows are packed by best fit, which keeps the guarantee of first fit: at most 11/9 of the optimum, plus one row. With whole-number
 capacities it needs one bit scan for each sequence instead of a pass over all open rows, so 4,096 sequences take milliseconds.
 
-How many tokens padding or packing computes is estimated on a fixed random sample drawn from the histogram of lengths. Which
-lengths are in one real global batch is ignored.
+How many tokens padding or packing computes is estimated on a fixed random sample drawn from the histogram of lengths. The
+estimate ignores which lengths are in one real global batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keep the files and batches of /v1/files and /v1/batches in a folder, and answer the requests of batches.
 
-Each answer is written as it comes. A server that starts again goes on behind the answers that are there."""
+Each answer is written as it comes. A server that starts again continues after the answers that are there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def answer_when_free(answer_line: AnswerLine, line: BatchLine) -> LineAnsw
 
 
 class BatchFolder:
-    """The files and batches in a folder. Content is in ``ID.jsonl``, and what is known of it in ``ID.json``."""
+    """The files and batches in a folder. The content is in ``ID.jsonl``, and its description in ``ID.json``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class BatchFolder:
         write_whole(self._folder / f"{document['id']}.json", json.dumps(document))
 
     def find(self, id: str) -> dict[str, Any] | None:
-        """Return what is known of a file or a batch, or None if there is none."""
+        """Return the description of a file or a batch, or None if there is none."""
         path = self._folder / f"{id}.json"
         if not ID.fullmatch(id) or not path.is_file():
             return None
@@ -101,7 +101,7 @@ class BatchFolder:
         (self._folder / f"{id}.json").unlink(missing_ok=True)
 
     def read_whole_lines(self, id: str) -> bytes:
-        """Return the lines of an output. Remove the part of a line that an ended server left."""
+        """Return the whole lines of an output. Remove a last line that is not whole, because its server ended."""
         path = self.content_path(id)
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]

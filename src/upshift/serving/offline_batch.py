@@ -1,4 +1,4 @@
-"""Answer a file of requests in the form of OpenAI's batches, without a web server, by the engine of one."""
+"""Answer a file of requests in the form of OpenAI's batches, with the engine of a server, and without a web server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchCounts(NamedTuple):
 
 
 def read_batch_file(path: Path) -> list[BatchLine]:
-    """Return the requests of a file. Raise RequestError for the first line that is none."""
+    """Return the requests of a file. Raise RequestError for the first line that is no request."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -46,16 +46,16 @@ def read_batch_file(path: Path) -> list[BatchLine]:
 def answer_batch_file(
     request: EngineRequest, name: str, prompts: Path, output: Path, on_progress: Callable[[int, int], None]
 ) -> BatchCounts:
-    """Write the answers to the requests of a file, in their order. Go on with those of an earlier, interrupted run.
+    """Write the answers to the requests of a file, in their order. Continue the answers of an earlier, interrupted run.
 
     ``name`` is the model that requests ask for. ``on_progress`` receives the answered and all requests. Requests that fail have
     their error as their answer."""
     lines = read_batch_file(prompts)
     other = next((line for line in lines if line.body.get("model") != name), None)
     if other is not None:
-        asked = other.body.get("model")
+        requested_model = other.body.get("model")
         raise RequestError(
-            f"{prompts}: the request {other.custom_id!r} asks for the model {asked!r}; write {name!r} in each line"
+            f"{prompts}: the request {other.custom_id!r} asks for the model {requested_model!r}; write {name!r} in each line"
         )
     identity = output_identity(prompts, find_model(request.model), request.to_json())
     with closing(UnfinishedLines(output, len(lines), identity)) as answers:
@@ -88,9 +88,9 @@ async def _answer_lines(
         while answers.done < len(lines):
             on_progress(answers.done, len(lines))
             block = lines[answers.done : answers.done + BLOCK_LINES]
-            found = await asyncio.gather(*map(answer, block))
-            failed += sum(reply.status != 200 for reply in found)
-            answers.add(format_result(line, reply.status, reply.body) for line, reply in zip(block, found, strict=True))
+            results = await asyncio.gather(*map(answer, block))
+            failed += sum(reply.status != 200 for reply in results)
+            answers.add(format_result(line, reply.status, reply.body) for line, reply in zip(block, results, strict=True))
         on_progress(answers.done, len(lines))
     finally:
         await pool.stop()

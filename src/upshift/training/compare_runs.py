@@ -60,7 +60,7 @@ class Comparison(Value):
     tolerance: float
     first_step: int | None = None  # the first whose losses differ by more than the tolerance
     first_checkpoint: int | None = None  # the first whose weights differ by more than the tolerance
-    tensors: tuple[Difference, ...] = ()  # of that checkpoint, the largest difference first
+    tensors: tuple[Difference, ...] = ()  # the tensors of that checkpoint, the largest difference first
     findings: tuple[Finding, ...]
 
 
@@ -275,16 +275,16 @@ def _read_pieces(weights: Path) -> Mapping[str, Piece]:
 
 def _read_whole(name: str, parts: list[StoredPart]) -> Tensor:
     """Return a tensor, joined from its parts."""
-    whole: Tensor | None = None
+    joined: Tensor | None = None
     for path, piece in parts:
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         if piece is None:
             return tensor
-        whole = torch.zeros(piece.shape, dtype=tensor.dtype) if whole is None else whole
-        copy_overlap(whole, Piece(shape=piece.shape), tensor, piece)
-    assert whole is not None, "a tensor has at least one part"
-    return whole
+        joined = torch.zeros(piece.shape, dtype=tensor.dtype) if joined is None else joined
+        copy_overlap(joined, Piece(shape=piece.shape), tensor, piece)
+    assert joined is not None, "a tensor has at least one part"
+    return joined
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:

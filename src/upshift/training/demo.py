@@ -26,7 +26,7 @@ from upshift.training.run import PreparedRun, Watcher, prepare_run
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 256
 GLOBAL_BATCH = 8
-MAX_STEPS = 2000  # of the schedule; the demo stops earlier
+MAX_STEPS = 2000  # the steps of the schedule; the demo stops earlier
 TOKENIZER_BYTES = 3_000_000
 CORPUS_BYTES = 12_000_000
 EXCLUDED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")

@@ -454,7 +454,7 @@ def _no_packed_rows(position_ids: Tensor) -> None:
 def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss | None = None) -> torch.Tensor:
     """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none.
 
-    Of pairs, return the mean loss of the pairs by ``preference``.
+    For pairs, return their mean loss by ``preference``.
     """
     if micro_batch.margins is not None:
         return _compute_reward_loss(model, plan, micro_batch, preference or PreferenceLoss())

@@ -22,6 +22,7 @@ from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
 from upshift.settings import AssignedRank, environment_for_rank, take_assigned_rank
+from upshift.text import one_line
 from upshift.training.out_of_memory import find_out_of_memory
 
 PATIENCE_SECONDS = 20.0
@@ -185,7 +186,7 @@ def _share_cause(error: Exception, rank: int, plan: Plan) -> None:
 
 def _describe_cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     refusal = find_out_of_memory(error)
-    text = " ".join(str(refusal or error).split())
+    text = one_line(refusal or error, limit=None)
     rank_name = f"rank {rank} of {plan.num_processes}"
     if isinstance(error, UpshiftError):
         message = str(error)

@@ -48,7 +48,7 @@ class StepResult:
     gradient_norm: float | None
     learning_rate: float
     num_tokens: int
-    rewards: Rewards | None = None  # of pairs
+    rewards: Rewards | None = None  # the rewards of pairs
 
 
 class TrainStep:

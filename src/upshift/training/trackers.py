@@ -152,7 +152,7 @@ class RunTrackers:
 
 @contextmanager
 def _refusing_failure(name: str) -> Iterator[None]:
-    """Raise RequestError if the tracker fails in this block. What it prints goes to standard error."""
+    """Raise RequestError if the tracker fails in this block. The tracker's output goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
             yield

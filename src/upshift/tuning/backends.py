@@ -1,6 +1,6 @@
 """Translate a search space for each backend: Optuna's distributions, Ray Tune's domains, and sweeps of Weights & Biases.
 
-All backends draw the same values with the same probabilities. Where a distribution of Ray or wandb differs from Optuna's, this
+All backends draw the same values with the same probabilities. If a distribution of Ray or wandb differs from Optuna's, this
 module uses another one. Sweeps are also translated back.
 """
 

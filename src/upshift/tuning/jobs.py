@@ -136,7 +136,7 @@ class TrialRunner:
 
     Up to ``at_once`` threads call ``run``. Each trial has its share of the cores and the memory."""
 
-    request: TrainRequest  # of all trials, without the searched values
+    request: TrainRequest  # the request of all trials, without the searched values
     output: Path
     arguments: dict[str, Any]  # fields of Arguments that all trials share
     evaluations: int

@@ -20,7 +20,7 @@ class LibraryTrainers:
 
     library: str  # the name by which it is imported
     extra: str
-    module: str  # of Upshift, which has the planned classes
+    module: str  # Upshift's module that has the planned classes
 
     def names(self) -> list[str]:
         """Return the names of the library's trainers. Raise MissingExtra if it is not installed."""

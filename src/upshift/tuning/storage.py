@@ -35,7 +35,7 @@ DRIVERS = {  # packages by SQLAlchemy's names of the drivers
     "mysqlconnector": "mysql-connector-python",
 }
 SQLITE_MAGIC = b"SQLite format 3\0"  # https://www.sqlite.org/fileformat.html, section 1.3
-JOURNAL_START = b'{"op_code":'  # of each line that Optuna writes; another process may be writing the first one
+JOURNAL_START = b'{"op_code":'  # each line that Optuna writes begins so; another process may be writing the first one
 FORMS = "sqlite:///PATH, postgresql://USER:PASSWORD@HOST/NAME, mysql://USER:PASSWORD@HOST/NAME, or the path of a journal"
 
 
@@ -75,7 +75,8 @@ def database_url(storage: str) -> str:
 
 
 def _first_bytes(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file: none if it cannot be read. Who opens it then makes it, or says why it cannot."""
+    """Return the first bytes of a file: none if it cannot be read. The code that opens it later makes it, or says why it
+    cannot."""
     try:
         with path.open("rb") as file:
             return file.read(count)

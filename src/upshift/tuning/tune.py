@@ -105,14 +105,14 @@ class TuneRequest:
     data: str
     space: Space
     output: Path
-    trials: int = 20  # of all calls for this study
+    trials: int = 20  # the trials of all calls for this study
     objectives: tuple[Objective, ...]
     pruner: str = "halving"
-    evaluations: int = EVALUATIONS  # of a trial, at which the pruner may end it
+    evaluations: int = EVALUATIONS  # evaluations in a trial; the pruner may end it at each
     jobs: int = 1  # trials that run at the same time
     max_hours: float | None = None
     max_cost: float | None = None  # in the currency of ``price_per_hour``
-    price_per_hour: float | None = None  # of the machine
+    price_per_hour: float | None = None  # the price of the machine
     storage: str | None = None  # a database URL or the path of a journal; None: SQLite in the output folder
     study_name: str = "upshift"
     warm_start: tuple[str, ...] = ()  # folders or databases of earlier searches, whose best values are tried first

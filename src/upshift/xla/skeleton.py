@@ -22,6 +22,7 @@ from upshift.internals.torch_names import BUFFERS, PARAMETERS, is_fake, tree_map
 from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
 from upshift.loading.load import build_empty, resolve_class
 from upshift.models.source import ModelSource
+from upshift.text import one_line
 from upshift.xla import experts
 
 
@@ -93,7 +94,7 @@ def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
             return decomposed
     except Exception as error:  # torch.export raises dozens of types, all because the module has no static graph
         raise RequestError(
-            f"{type(module).__name__} has no static graph ({type(error).__name__}: {_first_line(error)}); XLA needs one: run "
+            f"{type(module).__name__} has no static graph ({type(error).__name__}: {one_line(error)}); XLA needs one: run "
             "this model without --backend xla"
         ) from error
     finally:
@@ -108,7 +109,3 @@ def _drop_traced_attributes(module: nn.Module) -> None:
         for name, value in list(vars(submodule).items()):
             if isinstance(value, torch.Tensor) and is_fake(value):
                 delattr(submodule, name)
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -221,8 +221,8 @@ def train(case: Case) -> Result:
     from upshift.training import prepare
     from upshift.training import step as step_module
     from upshift.training.arguments import Arguments
+    from upshift.training.batches.layout import layout_for
     from upshift.training.batches.objective import Objective
-    from upshift.training.batches.plan_layout import layout_for
     from upshift.training.batches.sampler import BatchSource, evaluation_batches
     from upshift.training.distributed.gradients import can_overlap
     from upshift.training.distributed.mesh import init_mesh

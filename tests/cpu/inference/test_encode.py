@@ -22,7 +22,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.inference import registry
 from upshift.inference.encoding.encoder import Encoder
-from upshift.inference.encoding.model_config import read_encoding_config
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.quantize import rounding_of
 from upshift.inference.encoding.raced_model import SAMPLE_TEXTS
 from upshift.inference.encoding.run import Encoding
@@ -91,6 +91,30 @@ def test_engines_agree_with_transformers(name: str, shallow: Path, expected: np.
         assert (found * expected).sum(1).min() > LOWEST[setup.precision]
     else:
         assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("engine", READY)
+@pytest.mark.parametrize("kind", ["keys shared by queries", "learned positions"])
+def test_a_decoder_encodes_texts_of_any_length(kind: str, engine: registry.EngineName, tmp_path: Path) -> None:
+    """The shortest text has one token, which is no reason to convert the model for texts of one token alone."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config = transformers.OPTConfig(**small, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
+    if kind == "keys shared by queries":
+        config = transformers.Qwen3Config(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    racing = registry.contestants("encode", source, detect(), exact=True, batch=1, hint="throughput")
+    if engine not in {setup.engine for setup in racing if registry.is_available(setup)}:
+        pytest.skip(f"{engine} is not installed, or has no kernels for {type(model).__name__}")
+    rows = [[5], [7, 8, 9], list(range(10, 40)), [50, 51]]
+    with torch.inference_mode():
+        hidden = [model(input_ids=torch.tensor([row]))[0][0].mean(0).numpy() for row in rows]
+    setup = EngineSetup(engine=engine, precision="fp32", threads=1, batch=64)
+    pooling = EncodingConfig(output="embeddings", said_by="a test")
+    encoding = Encoding(source, pooling, setup, rows, pad=0)
+    assert np.abs(encoding.rows(rows) - np.stack(hidden)).max() < 1e-4
 
 
 def test_tf32_is_raced_where_it_keeps_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

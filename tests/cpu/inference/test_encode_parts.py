@@ -27,6 +27,7 @@ from upshift.inference.encoding.list_rows import ListRows
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import TokenScores, example_batches, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
+from upshift.inference.race import rows as rows_module
 from upshift.inference.race.early_stopping import EarlyStopping
 from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
@@ -552,7 +553,7 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
     some = EngineSetup(engine="openvino", precision="int8", threads=1, batch=64)
     monkeypatch.setattr(contest_module, "Encoding", Warming)
     clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
-    monkeypatch.setattr(contest_module, "time", clock)
+    monkeypatch.setattr(rows_module, "time", clock)
     (tmp_path / "sample.json").write_text(json.dumps([[1, 2]] * 40))
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked=EMBEDDINGS.to_json(), pad=0, batches=(64,), hint="throughput")

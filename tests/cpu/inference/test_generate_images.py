@@ -14,8 +14,8 @@ from command import Command
 
 from upshift.errors import RequestError
 from upshift.inference.generation.media import read_image
-from upshift.inference.media.items import MediaItem
-from upshift.inference.media.items import read_image as read_row
+from upshift.inference.media.files import MediaItem
+from upshift.inference.media.files import read_image as read_row
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 NEEDS_PILLOW = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")

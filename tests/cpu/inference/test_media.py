@@ -18,9 +18,9 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference import image_files, registry
-from upshift.inference.media import items as media_items
+from upshift.inference.media import files as media_files
 from upshift.inference.media.encoder import MediaEncoder
-from upshift.inference.media.items import MediaItem, read_sound
+from upshift.inference.media.files import MediaItem, read_sound
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.registry import EngineSetup
 
@@ -268,9 +268,9 @@ def test_a_sound_is_the_mean_of_its_channels(tmp_path: Path, monkeypatch: pytest
     np.testing.assert_allclose(sound.samples, np.array([2000, -1000]) / 2**15, atol=1e-7)
     other = tmp_path / "song.flac"
     other.write_bytes(b"fLaC")
-    for module in (media_items, image_files):
+    for module in (media_files, image_files):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="soundfile"):
         read_sound(MediaItem("audio", str(other), "here"))
     with pytest.raises(MissingExtra, match="Pillow"):
-        media_items.read_image(MediaItem("image", "x.png", "here"))
+        media_files.read_image(MediaItem("image", "x.png", "here"))

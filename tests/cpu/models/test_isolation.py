@@ -30,7 +30,8 @@ from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
 from upshift.training.hf_trainer.choose_plan import check_plan, restrict_to_isolation

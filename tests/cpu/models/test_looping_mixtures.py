@@ -18,8 +18,8 @@ from upshift.errors import RequestError
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import find_model
 from upshift.models.tracing.fast_fake_mode import fake_mode
+from upshift.models.tracing.mixtures import all_tokens_to_one_expert
 from upshift.models.tracing.profile_model import profile_model
-from upshift.models.tracing.routing import all_tokens_to_one_expert
 from upshift.planning.plan import Plan
 
 UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException)  # what a fake tensor raises for its numbers

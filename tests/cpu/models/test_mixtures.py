@@ -17,7 +17,7 @@ from upshift.models.describe import count_parameters
 from upshift.models.profile import Variant
 from upshift.models.profile_cache import SegmentStore
 from upshift.models.source import find_model
-from upshift.models.tracing.active_experts import expert_matrices, experts_per_token
+from upshift.models.tracing.mixtures import expert_matrices, experts_per_token
 from upshift.models.tracing.segments import Tracer
 from upshift.models.tracing.trace import _count_experts, trace_model
 

@@ -19,7 +19,8 @@ from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.training.arguments import Arguments
-from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokens import Sequences

@@ -205,7 +205,7 @@ def test_what_is_wrong_with_an_adapter_is_said_before_an_engine_starts(
         ((tiny, "--adapter", f"x={first}", "--adapter", f"x={first}"), "two adapters are called 'x'"),
         ((tiny, "--adapter", f"x={first}", "--engine", "onnxruntime"), "--engine onnxruntime computes no adapters"),
         ((f"a={models / 'enc'}", f"b={models / 'bare'}", "--adapter", f"x={first}"), "which is not served here"),
-        ((tiny, "--adapter-folder", models / "none"), "is no folder"),
+        ((tiny, "--adapter-folder", models / "none"), "does not exist"),
     ):
         answer = upshift("serve", *arguments, "--port", 0)
         assert answer.code == 2 and words in answer.err, answer.err

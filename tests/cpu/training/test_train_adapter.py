@@ -39,7 +39,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import to_tensors
-from upshift.training.batches.plan_layout import layout_for
+from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job

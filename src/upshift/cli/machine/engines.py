@@ -50,7 +50,7 @@ def install_command(name: Name, output: Output = None, device: Device = None, dr
     if name not in NAMES:
         raise RequestError(f"{name!r} is no engine with an environment of its own; use one of {', '.join(NAMES)}")
     folder = installed_folder() if output is None else output
-    chosen: Any = device or _found_device()
+    chosen: Any = device or _detected_device()
     plan = plan_install(folder, chosen)
     check_install(plan)
     tables.out.print(f"vLLM for {chosen} in {folder}: up to {plan.needed_gib:g} GiB of disk", highlight=False, soft_wrap=True)
@@ -65,7 +65,7 @@ def install_command(name: Name, output: Output = None, device: Device = None, dr
         tables.out.print(f"Use it with {VARIABLE}={environment.python}, or --engine-python", highlight=False, soft_wrap=True)
 
 
-def _found_device() -> str:
+def _detected_device() -> str:
     """Return what the engine computes on here."""
     from upshift.hardware import detect
 

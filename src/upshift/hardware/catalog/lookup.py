@@ -283,8 +283,8 @@ def _find_key(name: str) -> str:
 
 def _describe_choices(name: str, keys: Iterable[str]) -> str:
     choices = list(dict.fromkeys(keys))
-    wanted = f"one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]} if you mean that one"
-    return f"{name[:MAX_SHOWN]!r} does not name one device; use {wanted}"
+    advice = f"one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]} if you mean that one"
+    return f"{name[:MAX_SHOWN]!r} does not name one device; use {advice}"
 
 
 def _check_memory(name: str, partly_named: list[str]) -> None:

@@ -151,7 +151,8 @@ NVML_NAMES: dict[str, str] = {facts.gpu.name: key for key, facts in NVIDIA_GPUS.
 
 
 def key_by_nvml(name: str, memory_bytes: int | None) -> str | None:
-    """Return the key of the product that NVML calls so, or None. Of products with one name, the nearest memory decides."""
+    """Return the key of the product that NVML calls so, or None. If several products have this name, the one with the nearest
+    memory is meant."""
     named = [key for key, facts in NVIDIA_GPUS.items() if facts.gpu.name == name]
     if len(named) < 2 or memory_bytes is None:
         return NVML_NAMES.get(name)

@@ -23,7 +23,7 @@ class Fabric(Value):
     name: str
     topology: Literal["switch", "mesh", "torus"]
     link_bytes_per_second: Rate
-    links: Count  # of one device; in a mesh, between two devices
+    links: Count  # the links of one device; in a mesh, between two devices
     largest: Count  # the most devices that it joins
     spans_nodes: bool = False
     source: str

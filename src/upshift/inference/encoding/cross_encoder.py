@@ -3,17 +3,17 @@ the user's own pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.model_config import read_pair_config
+from upshift.inference.encoding.model_config import EncodingConfig, read_pair_config
 from upshift.inference.encoding.raced_model import RacedModel, check_texts
 from upshift.inference.encoding.text_pair import Pair
-from upshift.inference.race.types import Run
 from upshift.inference.resumable_output import is_text
+from upshift.models.source import ModelSource
 
 
 class CrossEncoder(RacedModel):
@@ -27,25 +27,8 @@ class CrossEncoder(RacedModel):
         NothingFits: no setup keeps the limit.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        quality: str | float = "exact",
-        engine: str | None = None,
-        max_latency_ms: float | None = None,
-        race_seconds: float | None = None,
-        on_run: Callable[[Run], None] = lambda run: None,
-    ) -> None:
-        super().__init__(
-            model,
-            read_pair_config,
-            quality=quality,
-            engine=engine,
-            max_latency_ms=max_latency_ms,
-            race_seconds=race_seconds,
-            on_run=on_run,
-        )
+    def _read_config(self, source: ModelSource) -> EncodingConfig:
+        return read_pair_config(source)
 
     def predict(self, pairs: Collection[Sequence[str]]) -> np.ndarray:
         """Return one score for each pair [N], or the scores of the labels [N, C] if the model has several, in fp32."""

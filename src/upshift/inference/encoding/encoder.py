@@ -4,15 +4,15 @@ the user's own texts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.model_config import Task, read_encoding_config, read_task
+from upshift.inference.encoding.model_config import EncodingConfig, Task, read_encoding_config, read_task
 from upshift.inference.encoding.raced_model import RacedModel, check_texts
 from upshift.inference.encoding.run import SparseVector, TokenScores, token_counts
 from upshift.inference.race.types import Run
+from upshift.models.source import ModelSource
 
 SPARSE_BLOCK = 256  # texts whose weights of the whole vocabulary are in memory at once
 
@@ -51,15 +51,18 @@ class Encoder(RacedModel):
         race_seconds: float | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
+        self._task = read_task(task)
         super().__init__(
             model,
-            partial(read_encoding_config, task=read_task(task)),
             quality=quality,
             engine=engine,
             max_latency_ms=max_latency_ms,
             race_seconds=race_seconds,
             on_run=on_run,
         )
+
+    def _read_config(self, source: ModelSource) -> EncodingConfig:
+        return read_encoding_config(source, task=self._task)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray] | list[SparseVector]:
         """Return one result for each text, in the order of the texts, in fp32.

@@ -29,8 +29,8 @@ from upshift.inference.resumable_output import (
 INPUTS = (".txt", ".jsonl")
 TEXT_KEYS = ("text", "prompt")  # the second is that of files for upshift generate
 PAIR_KEYS = (("query", "document"), ("text", "text_pair"))  # the second is that of transformers' pipelines
-VECTOR_SUFFIXES = (".npy", ".parquet")  # of outputs whose rows have one length
-LIST_SUFFIXES = (".parquet", ".jsonl")  # of outputs whose rows have different lengths
+VECTOR_SUFFIXES = (".npy", ".parquet")  # for outputs whose rows have one length
+LIST_SUFFIXES = (".parquet", ".jsonl")  # for outputs whose rows have different lengths
 LISTS: tuple[Output, ...] = ("token scores", "sparse vectors", "token vectors")  # results whose rows have different lengths
 PARQUET_ROWS = 65_536  # per row group
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a file system that cannot reserve space

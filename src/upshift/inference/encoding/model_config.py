@@ -1,7 +1,7 @@
 """Read from a model's directory how texts are encoded: prompt, maximum length, kind of results, pooling, normalization.
 
-sentence-transformers directories define it in modules.json and the folders that it names. For classifiers of texts or tokens it
-follows from the architecture. For other encoders the result is the mean over the tokens."""
+sentence-transformers directories define it in modules.json and the folders that it names. For classifiers of texts or tokens the
+architecture says it. For other encoders the result is the mean over the tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from upshift.value import Value
 
 Output = Literal["embeddings", "class scores", "token scores", "sparse vectors", "token vectors"]
 Task = Literal["query", "document"]
-Module = tuple[str, Path]  # of sentence-transformers: the name of its class, and its folder
+Module = tuple[str, Path]  # the name of the class of a module of sentence-transformers, and its folder
 BACKBONES = ("Transformer", "MLMTransformer")  # modules that are a model of transformers
 TASK_PROMPTS: dict[Task, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 Pooling = Literal["mean", "cls", "last", "max"]
 CLASSIFIERS: dict[str, Output] = {"sequence-classification": "class scores", "token-classification": "token scores"}
 GENERATES = ("causal-lm", "seq2seq-lm")
 MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' name
-MODE_FLAGS = {  # of older files of sentence-transformers: mode by flag
+MODE_FLAGS = {  # the modes by the flags of older files of sentence-transformers
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -33,7 +33,7 @@ CONFIG_FILES = tuple(  # the first existing one counts; all but the first name a
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 PROMPTS = "config_sentence_transformers.json"
-ACTIVATION = "activation_fn"  # of a cross-encoder, in PROMPTS or in the field "sentence_transformers" of config.json
+ACTIVATION = "activation_fn"  # a cross-encoder's, in PROMPTS or in the field "sentence_transformers" of config.json
 OLD_ACTIVATION = "sbert_ce_default_activation_function"  # in config.json, before sentence-transformers 4
 ACTIVATION_MODULES = "torch.nn."
 
@@ -47,19 +47,19 @@ class EncodingConfig(Value):
     special: tuple[int, int] = (0, 0)  # special tokens before and after a text, which get no scores
     max_length: int | None = None  # tokens of a text; None: the tokenizer and the model's positions limit it
     prompt: str = ""  # put before every text
-    lower_case: bool = False  # of every text
+    lower_case: bool = False  # lower-case every text
     pairs: bool = False  # a row is the score of two texts that the model reads together
     segments: bool = False  # the model is told which of the two texts each token is of (token_type_ids)
-    activation: str = "Identity"  # of the scores of pairs: a class of torch.nn
-    sparse_pooling: Literal["max", "sum"] = "max"  # of the weights that tokens give to a token of the vocabulary
+    activation: str = "Identity"  # the activation of the scores of pairs: a class of torch.nn
+    sparse_pooling: Literal["max", "sum"] = "max"  # how the weights are joined that tokens give to a token of the vocabulary
     log1p_twice: bool = False  # the logarithm of those weights is taken twice
     dense: tuple[str, ...] = ()  # folders of Dense modules
-    dense_files: str = ""  # a hash of their weights
+    dense_files: str = ""  # a hash of the weights in these folders
     skipped_words: tuple[str, ...] = ()  # tokens that get no vector
-    skipped: tuple[int, ...] = ()  # their ids
-    expand_to: int = 0  # tokens of a query with those that fill it up
-    expansion_token: str | None = None  # that fills it up; None: the tokenizer's mask
-    attend_expansion: bool = False  # the other tokens see those that fill a query up
+    skipped: tuple[int, ...] = ()  # the ids of skipped_words
+    expand_to: int = 0  # tokens of a query, with the tokens that fill it up
+    expansion_token: str | None = None  # the token that fills a query up; None: the tokenizer's mask
+    attend_expansion: bool = False  # the query's own tokens attend to the tokens that fill it up
     said_by: str
 
 
@@ -210,9 +210,8 @@ def read_pair_config(source: ModelSource) -> EncodingConfig:
 
 
 def _read_activation(source: ModelSource, folder: Path) -> str:
-    """Return the class of torch.nn that is applied to a cross-encoder's scores.
-
-    The model's files name it. Without a name, one label has a sigmoid, and several have their logits."""
+    """Return the name of the class of torch.nn that a cross-encoder applies to its scores. If the model's files name none, a
+    single label has a sigmoid, and several labels have their logits."""
     settings = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
     nested = source.config.get("sentence_transformers") or {}
     path = settings.get(ACTIVATION) or nested.get(ACTIVATION) or source.config.get(OLD_ACTIVATION)

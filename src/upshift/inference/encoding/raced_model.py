@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.inference.computing_device import computing_host
 from upshift.inference.encoding.engines.base import check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
@@ -22,7 +23,8 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import Hint
 from upshift.inference.resumable_output import is_text, read_blocks
-from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
+from upshift.inference.weights import check_requested_engine, find_weights, stored_for
+from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 
 # A race runs at least SAMPLE_TEXTS texts. Of short texts it runs more: SAMPLE_BATCHES of its largest batch. With 128 texts of six
@@ -34,11 +36,11 @@ SAMPLE_BATCHES = 8
 # fast as 1,024, or 512 as fast as 256 (1.08), and 2,048 never faster (docs/log.md). A GPU needs more tokens.
 CPU_BATCHES = (256, 512, 1024)
 GPU_BATCHES = (1024, 4096)
-CHECKED_TEXTS = 4096  # that are in memory at once
+CHECKED_TEXTS = 4096  # texts in memory at once
 LATENCY_BATCHES = (1, 64, 256, 1024, 4096)  # 1: each text alone
 
 
-class RacedModel:
+class RacedModel(ABC):
     """A model whose first call races the installed engines on some of the texts, or recalls the result of an earlier race.
 
     All calls use the fastest setup within the quality and the limit. Weights that are quantized already, by transformers or by
@@ -46,7 +48,6 @@ class RacedModel:
 
     Args:
         model: directory or hub id.
-        read_config: returns how the model computes texts.
         quality: "exact" (fp32, within 1e-4 of transformers), or the lowest cosine to transformers that a text may have, such
             as 0.99.
         engine: the only engine to use.
@@ -62,20 +63,19 @@ class RacedModel:
     def __init__(
         self,
         model: str,
-        read_config: Callable[[ModelSource], EncodingConfig],
         *,
-        quality: str | float,
-        engine: str | None,
-        max_latency_ms: float | None,
-        race_seconds: float | None,
-        on_run: Callable[[Run], None],
+        quality: str | float = "exact",
+        engine: str | None = None,
+        max_latency_ms: float | None = None,
+        race_seconds: float | None = None,
+        on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
         self.source = find_weights(model)
         self.host: Host = computing_host(stored_for(self.source))
         self._engine = check_requested_engine("encode", self.source, engine, self.host)
-        self.config = read_config(self.source)
+        self.config = self._read_config(self.source)
         check_encodes(self.source, self.config)
         self.tokenizer = TextTokenizer(self.source, self.config)
         if self.config.output == "token scores":
@@ -86,13 +86,16 @@ class RacedModel:
         self._encoding: Encoding | None = None
         self.race: Race | None = None
 
+    @abstractmethod
+    def _read_config(self, source: ModelSource) -> EncodingConfig:
+        """Return how the model computes texts."""
+
     @property
     def labels(self) -> tuple[str, ...]:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.config.output not in ("class scores", "token scores"):
             return ()
-        label_names: dict[Any, str] = self.source.hf_config.id2label or {}
-        return tuple(label_names[index] for index in sorted(label_names))
+        return label_names(self.source.hf_config)
 
     def rows(self, texts: Sequence[Item]) -> np.ndarray:
         """Return the rows [N, H] of texts or pairs that are checked already. The first call runs the race."""

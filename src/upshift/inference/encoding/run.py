@@ -47,20 +47,20 @@ class Encoding:
         result: np.ndarray | None = None
         lengths = [len(row) for row in ids]
         counts = np.ones(len(ids), dtype=int)  # rows of the result for each text
-        kept: list[Array] = []
+        vector_masks: list[Array] = []
         if self.config.output == "token scores":
             counts = token_counts(lengths, self.config)
         elif self.config.output == "token vectors":
-            kept = [self.keeps(row) for row in ids]
-            counts = np.array([row.sum() for row in kept], dtype=int)
+            vector_masks = [self.keeps(row) for row in ids]
+            counts = np.array([row.sum() for row in vector_masks], dtype=int)
         ends = np.cumsum(counts)
         indices = batch_by_length(lengths, self.setup.batch, border=self._border)
         batches = pad_batches(ids, indices, pad=self.pad, segments=self.config.segments)
         for batch, output in self.engine.outputs(batches):
             if raw and self.config.pairs:
                 rows = output
-            elif kept:
-                states = [output[row, : len(kept[index])][kept[index]] for row, index in enumerate(batch.indices)]
+            elif vector_masks:
+                states = [output[row, : len(vector_masks[index])][vector_masks[index]] for row, index in enumerate(batch.indices)]
                 rows = self._token_vectors(np.concatenate(states))
             else:
                 rows = self._results(batch, output)

@@ -12,4 +12,4 @@ class Pair(NamedTuple):
     text_pair: str
 
 
-Item = str | Pair  # of which a model computes one result
+Item = str | Pair  # a model computes one result for each

@@ -104,10 +104,10 @@ class TextTokenizer:
 def _expansion_id(tokenizer: Any, source: ModelSource, config: EncodingConfig) -> int:
     """Return the id of the token that fills queries up: the files', the mask, or the end of a text."""
     token = config.expansion_token or tokenizer.mask_token or tokenizer.eos_token
-    known = list(_known_ids(tokenizer, (token,))) if token is not None else []
-    if not known:
+    ids = list(_known_ids(tokenizer, (token,))) if token is not None else []
+    if not ids:
         raise RequestError(f"the tokenizer of {source.reference!r} has no token {token!r}, which fills its queries up")
-    return known[0]
+    return ids[0]
 
 
 def _known_ids(tokenizer: Any, words: Sequence[str]) -> Iterator[int]:

@@ -28,10 +28,10 @@ from upshift.inference.weights import engine_folder
 from upshift.record import Spread
 from upshift.value import Value
 
-FOLLOWED_TOKENS = 16  # of each prompt
+FOLLOWED_TOKENS = 16  # new tokens of each prompt whose logits are compared with the reference's
 NO_LOGITS = np.zeros((0, 0, 0), dtype=np.float32)
 TIMED_PASSES = 3
-ENOUGH_SECONDS = 2.5  # of passes: no further pass begins after them
+ENOUGH_SECONDS = 2.5  # no further timed pass begins after this time
 
 
 class GenerationTask(Value):

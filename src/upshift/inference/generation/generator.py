@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
+from upshift.inference.computing_device import computing_host
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
@@ -40,7 +41,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.resumable_output import read_blocks
-from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
+from upshift.inference.weights import check_requested_engine, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import read_defaults, start_token
 from upshift.models.profile_cache import positions_of
@@ -48,10 +49,10 @@ from upshift.models.sequence_length import check_border
 from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
-SAMPLE_PROMPTS = 8  # of a race
+SAMPLE_PROMPTS = 8  # prompts of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
-CACHE_SHARE = 0.25  # of the free memory
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of the first bytes of a character
+CACHE_SHARE = 0.25  # the share of the free memory that caches may take
 LONG_TEXT_ENGINE = "torch"  # the only engine that chooses longrope's factors by the length of each text
 
 

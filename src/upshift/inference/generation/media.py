@@ -138,7 +138,7 @@ def _place_images(messages: Sequence[Mapping[str, Any]], paths: list[str], name:
 
 
 def _parts(content: Any, name: str) -> list[dict[str, Any]]:
-    """Return a message's content as parts of its own. Raise RequestError for a part that is neither text nor an image."""
+    """Return a message's content as new parts. Raise RequestError for a part that is neither text nor an image."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     parts = [dict(part) for part in content or () if isinstance(part, Mapping)]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
+from upshift.inference.computing_device import free_memory
 from upshift.inference.race.types import Quality
 from upshift.inference.registry import Device, EngineSetup, Precision, Task
-from upshift.inference.weights import free_memory, needed_memory, stored_for, weights_size
+from upshift.inference.weights import needed_memory, stored_for, weights_size
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
 from upshift.loading.offload.disk_store import converted_folder

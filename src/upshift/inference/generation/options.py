@@ -13,7 +13,7 @@ from upshift.models.generation_config import FileDefaults, merge_options
 from upshift.value import Value
 
 USER_ONLY = ("prompt_lookup_num_tokens",)  # only from the user: it changes nothing but speed, and not every engine has it
-DEFAULT_NEW_TOKENS = 128  # of an answer whose length neither the user nor the model's files limit
+DEFAULT_NEW_TOKENS = 128  # for an answer whose length neither the user nor the model's files limit
 MIN_DIVISOR = 1e-6  # logits divided by a smaller number exceed fp32; files of models write it for 0
 TOKEN_OPTIONS = (
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id",
@@ -29,9 +29,9 @@ class GenerationOptions(Value):
     are batched."""
 
     max_new_tokens: int | None = Field(None, gt=0)  # None: nobody limits it; see ``new_tokens``
-    max_length: int | None = Field(None, gt=0)  # of prompt and answer, unless max_new_tokens is set
+    max_length: int | None = Field(None, gt=0)  # tokens of prompt and answer together, unless max_new_tokens is set
     min_new_tokens: int = Field(0, ge=0)
-    min_length: int = Field(0, ge=0)  # of prompt and answer; of a decoder beside an encoder, its first token counts as the prompt
+    min_length: int = Field(0, ge=0)  # of prompt and answer; behind an encoder, the decoder's first token is the prompt
     do_sample: bool = False
     temperature: float = Field(1.0, ge=MIN_DIVISOR)
     top_k: int = Field(50, ge=0)  # transformers' default for sampling; 0: all tokens

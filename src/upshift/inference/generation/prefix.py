@@ -12,7 +12,7 @@ import numpy as np
 from upshift.inference.tokenizer import padded_rows
 
 MIN_PREFIX_TOKENS = 32  # to compute fewer tokens again takes no longer than to copy their keys and values
-PASS_TOKENS = 8192  # of all rows in one pass, with padding: activations take memory too
+PASS_TOKENS = 8192  # tokens of all rows of one pass, with padding: activations take memory too
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:

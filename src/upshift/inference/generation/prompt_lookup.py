@@ -3,8 +3,8 @@ guess in one pass.
 
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is ``prompt_lookup_num_tokens``. Each
 token is chosen from the logits that a step of its own would give, so the text is the same, sampled or not. Only one
-sequence runs at once: several rows would have different lengths after each pass. Whether guessing pays is measured while it
-runs. A smaller model may guess instead (draft.py)."""
+sequence runs at once: several rows would have different lengths after each pass. Passes with and without guesses are timed, and
+guessing pauses while it does not pay off. A smaller model may guess instead (draft.py)."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Prompts:
             return self.tokenizer.apply_chat_template(
                 chat["messages"], tools=chat.get("tools"), add_generation_prompt=True, tokenize=tokenize, return_dict=False
             )
-        except (TemplateError, TypeError, ValueError) as error:  # of the template
+        except (TemplateError, TypeError, ValueError) as error:  # raised by the template
             raise RequestError(
                 f"{name} is not what the chat template of {self._reference!r} takes ({error}); give messages that it takes"
             ) from None

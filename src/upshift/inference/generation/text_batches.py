@@ -25,14 +25,14 @@ def generate_texts(engine: TextEngine, sequences: Sequence[GeneratedSequence]) -
     try:
         while live:
             for progress in engine.step():
-                found = live.get(progress.request)
-                if found is None:  # it ended on our side
+                running = live.get(progress.request)
+                if running is None:  # it ended on our side
                     continue
                 check_taken(progress)
-                yield from _add_tokens(found, progress.tokens)
-                if found.ending is not None:
+                yield from _add_tokens(running, progress.tokens)
+                if running.ending is not None:
                     del live[progress.request]
-                if found.ending == "stop":  # the engine does not know of it
+                if running.ending == "stop":  # the engine does not know of it
                     engine.abort([progress.request])
     except EngineEnded:
         raise
@@ -53,7 +53,8 @@ def _add_tokens(sequence: GeneratedSequence, tokens: Sequence[int]) -> Iterator[
 def follow_texts(engine: TextEngine, prompts: Sequence[Sequence[int]], tokens: np.ndarray) -> np.ndarray:
     """Return the logits [T, N, V] fp32 of the engine while each text follows ``tokens`` [T, N].
 
-    The engine chooses its likeliest tokens. Where one differs from the token to follow, a new request begins after the latter."""
+    The engine chooses its likeliest tokens. If one differs from the token to follow, a new request begins after the token to
+    follow."""
     followed: list[list[np.ndarray]] = [[] for _ in prompts]
     count = len(tokens)
     while unfinished := [row for row in range(len(prompts)) if len(followed[row]) < count]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.media.items import (
+from upshift.inference.computing_device import computing_host
+from upshift.inference.media.files import (
     FORMS,
     MODALITIES,
     MediaItem,
@@ -23,17 +23,18 @@ from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
-from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
+from upshift.inference.weights import check_requested_engine, find_weights, stored_for
+from upshift.models.config import label_names
 
-SAMPLE_ITEMS = 32  # that a race runs on
+SAMPLE_ITEMS = 32  # items that a race runs on
 BATCHES = (1, 4, 16)  # items
 
 
 class MediaEncoder:
     """Encode images and sounds with a model of transformers: CLIP, SigLIP, DINOv2, ViT, Whisper's encoder, wav2vec2 and others.
 
-    A row is what transformers gives for the item alone: the features of models that compare images or sounds with texts, which
-    take texts, too; the scores of a classifier; the pooled output of an encoder, or else the mean over its outputs. The first
+    A row is the result of transformers for the item alone. Models that compare images or sounds with texts give features, and
+    take texts, too. A classifier gives scores. An encoder gives its pooled output, or else the mean over its outputs. The first
     call races the installed engines on some of the items, or recalls the result of an earlier race.
 
     Args:
@@ -72,8 +73,7 @@ class MediaEncoder:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.config.kind != "class scores":
             return ()
-        label_names: dict[Any, str] = self.source.hf_config.id2label or {}
-        return tuple(label_names[index] for index in sorted(label_names))
+        return label_names(self.source.hf_config)
 
     def encode(self, items: Sequence[str | Path | Mapping[str, str]]) -> np.ndarray:
         """Return one row for each item [N, H], in the order of the items, in fp32.
@@ -85,8 +85,9 @@ class MediaEncoder:
         """Return the items. Raise RequestError with the first one that cannot be read, or that the model does not read."""
         for item in items:
             if item.modality not in self.config.modalities:
-                known = " and ".join(self.config.modalities)
-                raise RequestError(f"{item.origin} is of kind {item.modality}, and {self.source.reference!r} encodes {known}")
+                modalities = " and ".join(self.config.modalities)
+                model = repr(self.source.reference)
+                raise RequestError(f"{item.origin} is of kind {item.modality}, and {model} encodes {modalities}")
         check_media(items)
         if any(item.modality == "audio" for item in items):
             rate, longest_seconds = self.inputs.sound_limits()
@@ -103,8 +104,14 @@ class MediaEncoder:
         """Return the engine that wins a race on some of the items, or that won before."""
         if self._encoding is None:
             sample = [list(item) for item in pick_evenly(items, SAMPLE_ITEMS)]
-            asked = self.config.to_json()
-            contest = Contest(task="media", source=self.source, asked=asked, pad=0, batches=BATCHES, hint="throughput")
+            contest = Contest(
+                task="media",
+                source=self.source,
+                asked=self.config.to_json(),
+                pad=0,
+                batches=BATCHES,
+                hint="throughput",
+            )
             policy = RacePolicy(self.quality, Limits(), len(items), engine=self._engine, seconds=self._race_seconds)
             self.race = race(contest, self.host, sample, policy, forecast=lambda: lambda setup: None, on_run=self._on_run)
             self._encoding = MediaEncoding(self.source, self.config, self.race.chosen)

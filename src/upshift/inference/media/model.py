@@ -1,7 +1,8 @@
-"""Find what a model reads and gives, load it, and turn images, sounds and texts into its inputs by its own processors.
+"""Find which inputs a model reads and which rows it gives. Load it, and make its inputs from images, sounds and texts with its
+own processors.
 
-A row is what the model's own class says: the features of an image, a sound or a text where it has a method for them (CLIP,
-SigLIP, CLAP), the scores of a classifier, the pooled output of an encoder, or else the mean over its outputs."""
+The model's class decides the kind of row: the features of an image, a sound or a text if it has a method for them (CLIP, SigLIP,
+CLAP), the scores of a classifier, the pooled output of an encoder, or else the mean over its outputs."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ import numpy as np
 import torch
 
 from upshift.errors import RequestError
-from upshift.inference.media.items import MODALITIES, MediaItem, Modality, read_image, read_sound
+from upshift.inference.media.files import MODALITIES, MediaItem, Modality, read_image, read_sound
 from upshift.inference.weights import stored_for
-from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.loading.load import load_source
 from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
+from upshift.models.tasks import FEATURES, inputs_of, tasks_of
+from upshift.text import one_line
 from upshift.value import Value
 
 Kind = Literal["features", "class scores", "pooled output"]
-CLASSIFIER_TABLES = ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES")
+CLASSIFICATION_TASKS = ("image-classification", "audio-classification")
 METHODS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features", "text": "get_text_features"}
 PROCESSORS: dict[Modality, str] = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor", "text": "AutoProcessor"}
 
@@ -33,23 +35,18 @@ class MediaConfig(Value):
 
 
 def encodes_media(source: ModelSource) -> bool:
-    """Return whether a model reads no texts, or compares them with images or sounds, so that MediaEncoder takes its texts."""
+    """Return whether MediaEncoder computes a model: it reads no texts, or it compares texts with images or sounds."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
-    names = _inputs_of(model_class)
+    names = inputs_of(model_class)
     has_methods = sum(hasattr(model_class, method) for method in METHODS.values()) > 1
     return bool(names) and ("text" not in names or (has_methods and not model_class.can_generate()))
 
 
-def _inputs_of(model_class: Any) -> tuple[str, ...]:
-    """Return what a class says that it reads."""
-    declared = model_class.input_modalities
-    return (declared,) if isinstance(declared, str) else tuple(declared or ())
-
-
 def read_media_config(source: ModelSource) -> MediaConfig:
-    """Return what the model's class reads and gives. Raise RequestError if it encodes neither images nor sounds."""
+    """Return which inputs the model reads, and the kind of its rows. Raise RequestError if it encodes neither images nor
+    sounds."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
-    names = _inputs_of(model_class)
+    names = inputs_of(model_class)
     modalities = tuple(modality for modality in MODALITIES if modality in names)
     if set(modalities) <= {"text"}:
         raise RequestError(
@@ -60,24 +57,16 @@ def read_media_config(source: ModelSource) -> MediaConfig:
     if len(methods) > 1 and not model_class.can_generate():
         return MediaConfig(kind="features", modalities=methods)
     encoded = tuple(modality for modality in modalities if modality != "text")
-    if len(methods) and model_class.can_generate():
+    if methods and model_class.can_generate():
         raise RequestError(f"{source.reference!r} is a {model_class.__name__}, which writes text; use upshift generate")
-    if any(model_class.__name__ in _class_names(table) for table in CLASSIFIER_TABLES):
+    if any(task.name in CLASSIFICATION_TASKS for task in tasks_of(model_class.__name__)):
         return MediaConfig(kind="class scores", modalities=encoded)
     return MediaConfig(kind="pooled output", modalities=encoded)
 
 
 def _is_bare(model: Any) -> bool:
     """Return whether a model's class has no head: AutoModel would take it."""
-    return type(model).__name__ in _class_names("MODEL_MAPPING_NAMES")
-
-
-def _class_names(table: str) -> set[str]:
-    """Return the names of all classes in one of transformers' tables."""
-    names: set[str] = set()
-    for value in getattr(CLASS_NAMES.get(), table, {}).values():
-        names.update((value,) if isinstance(value, str) else value)
-    return names
+    return type(model).__name__ in FEATURES.class_names
 
 
 def load_model(source: ModelSource) -> Any:
@@ -105,12 +94,12 @@ class MediaForward(torch.nn.Module):
         if self.kind == "class scores":
             scores: torch.Tensor = output.logits
             return scores
-        if isinstance(output, torch.Tensor):  # of methods before transformers 5
+        if isinstance(output, torch.Tensor):  # the methods return it before transformers 5
             return output
         for name in ("image_embeds", "pooler_output"):
             pooled = getattr(output, name, None)
             if pooled is not None:
-                rows: torch.Tensor = pooled.flatten(1)  # of a convolutional model [B, C, 1, 1]
+                rows: torch.Tensor = pooled.flatten(1)  # a convolutional model gives [B, C, 1, 1]
                 return rows
         states: torch.Tensor = output.last_hidden_state
         return states.mean(1) if states.dim() == 3 else states.flatten(2).mean(2)
@@ -132,7 +121,7 @@ class MediaInputs:
             try:
                 self._processors[modality] = loader.from_pretrained(self.source.directory)
             except (OSError, ValueError, ImportError) as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error, limit=200)
                 raise RequestError(
                     f"{self.source.reference!r} has no {PROCESSORS[modality]} that loads ({reason}); save one beside the model"
                 ) from None

@@ -9,7 +9,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.media.engines.base import Arrays, MediaBuild, MediaEngine
-from upshift.inference.media.items import MediaItem, Modality
+from upshift.inference.media.files import MediaItem, Modality
 from upshift.inference.media.model import MediaConfig, MediaInputs
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder

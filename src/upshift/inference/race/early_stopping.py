@@ -11,6 +11,7 @@ from pathlib import Path
 from upshift.disk_full import DISK_FULL_PHRASES, disk_full_message
 from upshift.inference.race.types import Quality, RaceRequest, RaceResult, Run, Skipped, Stopped
 from upshift.inference.registry import EngineSetup, Precision
+from upshift.text import one_line
 
 # A first step or a second pass that is slower than the best by this factor cannot win: a step's slowest warm-up was 1.2.
 HOPELESS_RATIO = 1.5
@@ -31,7 +32,7 @@ FOUR_BITS: tuple[Precision, ...] = ("int4", "int4-weights")
 # (docs/log.md).
 FOUR_BIT_LOSS_RATIO = 16.0
 
-TEMPORARY_PHRASES = (  # of libraries in C++ and Python whose memory is full, and of full disks
+TEMPORARY_PHRASES = (  # in the errors of libraries whose memory is full, and of full disks
     "out of memory",
     "outofmemory",
     "memoryerror",
@@ -132,7 +133,7 @@ def serve_race(
         try:
             runs = run_setup(request, setup, early_stopping)
         except Exception as error:  # of any library: the user is told why this setup did not run
-            message = " ".join(str(error).split())[:400]
+            message = one_line(error, limit=400)
             failure = f"{type(error).__name__}: {message}"
             runs = [Run(setup=setup, failure=failure, temporary=is_temporary(failure) or disk_full_message(error) is not None)]
         early_stopping.add(runs)

@@ -17,9 +17,9 @@ from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.types import Limits, Quality, RaceRequest, Reason, Run, Skipped, Stopped
 from upshift.inference.registry import ENGINES, EngineName, EngineSetup
 
-RACE_SECONDS = 90.0  # of a race
+RACE_SECONDS = 90.0  # the longest time of a race
 START_LIMIT_SECONDS = 240.0  # beside it, for the start of the process of an engine that the user asks for
-RACE_SHARE = 0.1  # of the time of the user's run, if that is longer than RACE_SECONDS
+RACE_SHARE = 0.1  # the share of the user's run that a race may take, if that is longer than RACE_SECONDS
 LONGER_RATIO = 1.5  # a race with this times the time may run the setups that an earlier race had no time for
 COMPILE_SECONDS = 40.0  # in the race, and once more before the run, from torch's own files; measured (docs/log.md)
 MIN_AMOUNT = 1000.0  # texts or tokens: with fewer, compiling would have to save 40 ms of each, and no forecast is worth its time
@@ -54,9 +54,8 @@ class RacePolicy:
     def admit(self, setups: tuple[EngineSetup, ...], runs: Sequence[Run], forecast: Forecast) -> Admission:
         """Return which of one engine's setups run after ``runs``.
 
-        An engine with a process of its own runs only if its starts could pay off. Of an engine that compiles, only the setup
-        with the fastest forecast runs, and only if compiling pays off. If the user asks for the engine, all of its setups
-        run."""
+        An engine with a process of its own runs only if its starts could pay off. If an engine compiles, only its setup with the
+        fastest forecast runs, and only if compiling pays off. If the user asks for the engine, all of its setups run."""
         spec = ENGINES[setups[0].engine]
         if self.engine is None and spec.has_environment and not self._start_pays(setups[0], best_rate(runs, self.quality)):
             return Admission((), tuple(Skipped(setup=setup, reason="start") for setup in setups))
@@ -150,7 +149,8 @@ def predict_compiled_rate(setup: EngineSetup, runs: Sequence[Run], forecast: For
     return best.per_second * compiled_forecast / uncompiled_forecast
 
 
-NEAR_RATIO = 0.93  # of the best rate: rates change by 3 to 5 % within the minute of a race (docs/log.md)
+# The share of the best rate that a finalist needs. Rates change by 3 to 5 % within the minute of a race (docs/log.md).
+NEAR_RATIO = 0.93
 MAX_FINALISTS = 3
 FINAL_TURNS = 3
 FINAL_SECONDS = 30.0

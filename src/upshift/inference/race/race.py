@@ -25,17 +25,18 @@ from upshift.disk_full import write_cache_file
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
+from upshift.inference.computing_device import check_room, reference_precision
 from upshift.inference.race.early_stopping import TEMPORARY_SIGNALS, is_temporary
 from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
 from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
 from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_available
-from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
+from upshift.inference.weights import stored_for, weights_identity
 from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.versions import installed_versions
 
-LIBRARIES = (  # whose versions are part of a race's key
+LIBRARIES = (  # their versions are part of a race's key
     "torch",
     "transformers",
     "onnxruntime",
@@ -44,7 +45,7 @@ LIBRARIES = (  # whose versions are part of a race's key
     "ctranslate2",
     "llama-cpp-python",
 )
-TIMEOUT_SECONDS = 300.0  # of one setup, with conversion and loading
+TIMEOUT_SECONDS = 300.0  # for one setup, with conversion and loading
 
 logger = logging.getLogger(__name__)
 

@@ -73,9 +73,9 @@ class Contest(Value):
 
     task: Task
     source: ModelSource
-    asked: str  # the options of the task, as JSON
+    asked: str  # the options of the task, as JSON; a part of the key of a race that is kept
     pad: int
-    batches: tuple[int, ...]  # that every setup tries
+    batches: tuple[int, ...]  # every setup tries each of them
     hint: Hint
     environment: EngineEnvironment | None = Field(None, description="of the engine that runs in its own Python environment")
 
@@ -91,13 +91,13 @@ class Run(Value):
     temporary: bool = Field(False, description="whether the failure may not come again (full disk or memory, timeout)")
     stopped: Stopped | None = Field(None, description="why the setup was not timed further, also not with larger batches")
     load_seconds: float | None = None
-    seconds: Spread | None = None  # of the whole sample
+    seconds: Spread | None = None  # the time of the whole sample
     per_second: float | None = None  # texts, or generated tokens
     forecast_per_second: float | None = None  # by the planner's formulas, before it ran
     first_seconds: float | None = None  # until the first tokens of a batch of prompts, or the slowest batch of texts
-    step_seconds: float | None = None  # of generation: one token more of each sequence
-    weight_bytes: int | None = None  # of generation: read in every step
-    same_tokens: float | None = None  # of generation: share of the likeliest tokens that are the reference's
+    step_seconds: float | None = None  # generation only: the time of one more token of each sequence
+    weight_bytes: int | None = None  # generation only: the bytes that every step reads
+    same_tokens: float | None = None  # generation only: the share of the likeliest tokens that are the reference's
     largest_difference: float | None = None
     worst_cosine: float | None = None
     median_cosine: float | None = None

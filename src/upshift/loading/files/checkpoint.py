@@ -52,7 +52,7 @@ class Checkpoint:
     folder: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]  # file by file, in the order of their bytes
-    metadata: Mapping[str, str]  # of the first file
+    metadata: Mapping[str, str]  # the first file's metadata
 
     @property
     def total_bytes(self) -> int:

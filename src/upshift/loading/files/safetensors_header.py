@@ -23,10 +23,10 @@ from typing import Any, Never
 from upshift.errors import RequestError
 
 LENGTH_BYTES = 8
-MAX_BYTES = 100_000_000  # of the JSON object; safetensors has the same limit
+MAX_BYTES = 100_000_000  # the longest JSON object; safetensors has the same limit
 MAX_SIZE = 2**63 - 1  # torch counts in signed 64-bit numbers
 MAX_DIMENSIONS = 64  # the limit of torch and numpy
-BITS = {  # of one element, by safetensors' name of the dtype
+BITS = {  # the bits of one element, by safetensors' name of the dtype
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64,
     "F64": 64, "I64": 64, "U64": 64,

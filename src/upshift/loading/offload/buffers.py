@@ -30,7 +30,7 @@ MAX_VIEWS = 1024  # in one preadv: IOV_MAX of Linux and macOS
 class Chunk:
     """Tensors of one group that are read together into one buffer."""
 
-    tensors: tuple[StoredTensor, ...]  # of one file, by offset
+    tensors: tuple[StoredTensor, ...]  # the tensors of one file, by offset
     offsets: tuple[int, ...]
     nbytes: int
     group: int = 0

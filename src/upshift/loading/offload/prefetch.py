@@ -20,7 +20,7 @@ from upshift.units import MIB
 
 CHUNK_BYTES = 16 * MIB  # minimum, if the group is as large and the budget holds MIN_CHUNKS of them
 MIN_CHUNKS = 16
-ALIGNMENT = 64  # of a tensor in a chunk, as in torch's allocator, so that the same kernels run
+ALIGNMENT = 64  # a tensor's alignment in a chunk is torch's allocator's, so that the same kernels run
 
 
 @dataclass(eq=False)

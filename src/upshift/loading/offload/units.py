@@ -23,7 +23,7 @@ from upshift.loading.offload.gpu_copy import CopyStream, DeviceBufferPool
 from upshift.loading.offload.prefetch import ALIGNMENT, PrefetchReader, ReadGroup, make_groups
 from upshift.loading.placement.place import CPU, DISK, Placement
 
-ROUTING_ARGUMENT = "top_k_index"  # of experts' forward, by the interface of transformers.integrations.moe
+ROUTING_ARGUMENT = "top_k_index"  # the argument of the experts' forward, by the interface of transformers.integrations.moe
 
 
 def reads_rows_only(module: nn.Module) -> bool:
@@ -53,7 +53,7 @@ class OffloadedWeight:
     parameter: nn.Parameter
     offloaded: Tensor  # the file's pages, or a view of the host's pinned memory
     stored: StoredTensor  # the position of the same bytes in the file, or in ``pinned_memory``
-    pinned_memory: Tensor | None = None  # of all weights of the unit
+    pinned_memory: Tensor | None = None  # holds all weights of the unit
 
 
 def map_weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, OffloadedWeight]:

@@ -60,8 +60,8 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
         if max_memory is None or device in stated or device == "cpu":
             limits[device] = stated.get(device, free_bytes)
     if any(gpu is not None and gpu.shares_host_memory for gpu in _gpus(host)) and "cpu" not in stated:
-        taken = sum(num_bytes or 0 for device, num_bytes in limits.items() if device != "cpu")
-        limits["cpu"] = max(0, (free["cpu"] or 0) - taken)
+        gpu_bytes = sum(num_bytes or 0 for device, num_bytes in limits.items() if device != "cpu")
+        limits["cpu"] = max(0, (free["cpu"] or 0) - gpu_bytes)
     unknown = next((device for device, num_bytes in limits.items() if num_bytes is None), None)
     if unknown is not None:
         raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")

@@ -28,7 +28,7 @@ from upshift.models.build import find_stacks
 from upshift.models.describe import max_positions
 from upshift.models.kv_cache import layer_tensors, returned_cache
 from upshift.models.sequence_length import default_length
-from upshift.models.tracing.active_experts import experts_per_token
+from upshift.models.tracing.mixtures import experts_per_token
 from upshift.models.tracing.segments import fake_masks
 
 CACHED_TOKENS = 8  # enough to measure the cache's bytes for a token

@@ -25,7 +25,7 @@ class PlacementUnit:
     """Modules and parameters that stay together: a layer that must not be split, tied weights, or a single module."""
 
     names: tuple[str, ...]
-    nbytes: int  # of its parameters; tied ones count once
+    nbytes: int  # the bytes of its parameters; tied ones count once
     read: int  # the bytes of these that one forward pass reads; 0 if only rows are read
     streams: bool = True  # hooks can load it; a parameter that is used between modules is read through the mapped file instead
     cache: int = 0  # bytes of keys and values that its layers cache in this workload
@@ -49,7 +49,7 @@ class MemoryNeeds:
 class ModulePlacement(Value):
     """The device of one module, and the reason."""
 
-    name: str  # of a module, or of a parameter that is used between modules
+    name: str  # the name of a module, or of a parameter that is used between modules
     device: str  # cpu, disk, cuda:0 ...
     bytes: int  # 0 if they count at the module that it is tied to
     read: int  # the bytes of these that one forward pass reads

@@ -50,7 +50,7 @@ TOKENIZER_PREFIXES = (
     "spiece",
     "sentencepiece",
 )
-PEFT_PREFIX = "base_model.model."  # of the names of an adapter's tensors
+PEFT_PREFIX = "base_model.model."  # the names of an adapter's tensors begin with it
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
 UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
     "alora_invocation_tokens": "acts from some tokens on only",
@@ -129,7 +129,7 @@ def _read_adapter(folder: Path) -> LoraConfig:
 def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
     """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes.
 
-    ``folder``: that of the adapter, whose head may have other labels than the config of the base model.
+    ``folder``: the adapter's folder. Its head may have other labels than the config of the base model.
     """
     config = source.hf_config
     class_name = (lora.auto_mapping or {}).get("base_model_class") or _auto_class_of(lora)
@@ -319,7 +319,7 @@ class FusedWeights:
     """The weights that are fused or split on loading."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()  # of all such weights of the model
+        self.names: set[str] = set()  # the names of all such weights of the model
         self.tensors: dict[str, NewTensor] = {}  # the tensors that the adapter changes, by their stored names
 
 

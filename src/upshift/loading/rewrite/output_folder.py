@@ -22,7 +22,7 @@ from upshift.value import Value
 
 MANIFEST = "upshift_manifest.json"
 PARTIAL = ".partial"  # suffix of a file's name until the file is complete
-SPARE_BYTES = MIB  # of the disk, for the index, the manifest and the file system
+SPARE_BYTES = MIB  # disk space for the index, the manifest and the file system
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -38,7 +38,7 @@ class Rewrite:
     """A request to write tensors and small files into a folder."""
 
     description: str  # the request, for messages
-    folder: Path  # of the input
+    folder: Path  # the input's folder
     tensors: Sequence[NewTensor]  # in the order in which they fill the shards
     sources: Sequence[Path]  # all files that the tensors' bytes come from
     metadata: Mapping[str, str]
@@ -66,7 +66,7 @@ class Rewritten(Value):
     bytes: int
     shards: int
     kept_shards: int  # an earlier run had finished them
-    sha256: str  # of all names, dtypes, shapes and contents, independent of their division into files
+    sha256: str  # a hash of all names, dtypes, shapes and contents, independent of their division into files
     seconds: float
     noted: dict[str, int]
 

@@ -140,7 +140,7 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     architecture = find_architecture(config, source.reference)
     model_class = architecture.model_class
     if architecture.objective is None and writes_text(model_class) and not config.is_encoder_decoder:
-        return measure_isolation(config, model_class, "causal-lm")  # of texts alone, as it is for a model that reads images too
+        return measure_isolation(config, model_class, "causal-lm")  # a model that reads images too is tested with texts alone
     try:
         model_class, objective = choose_class(config, source.reference)
     except RequestError as problem:

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.models.build import build_model, find_stacks, layer_kind
 
-MAX_PARAMETERS = 40_000_000  # of a copy; a second to fill, and 160 MB
+MAX_PARAMETERS = 40_000_000  # a copy of this size takes a second to fill, and 160 MB
 VOCABULARY = 128
 SHORT_WINDOW = 8  # tokens of windows and chunks; shorter than the texts of the test, so that they take effect
 POSITIONS = 2048  # maximum; a longer learned table only costs memory

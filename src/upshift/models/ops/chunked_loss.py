@@ -231,7 +231,8 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
 
 
 def _output_embedding(model: nn.Module) -> Any:
-    """Return the module that computes the logits, or None. Of a head in peft's modules_to_save it is the copy that is trained."""
+    """Return the module that computes the logits, or None. If peft's modules_to_save has the head, return the copy that is
+    trained."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     copies = getattr(head, "modules_to_save", None)
     return head if head is None or copies is None else copies[head.active_adapters[0]]

@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # share of the losses; fp32 sums in another order differ by ab
 CHECKED_ROWS = 2
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CHECKED_LENGTH = 12
-SHORT_LENGTH = 7  # of a row with padding
+SHORT_LENGTH = 7  # tokens of the row that has padding
 
 
 class SequenceLossError(RuntimeError):

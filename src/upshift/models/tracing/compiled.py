@@ -3,7 +3,7 @@
 
 torch.compile cuts the joint graph of a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn).
 This module runs the same partition on fake tensors whose batch and length are primes, so that each saved tensor shows how it
-depends on both. On CPUs the result equals the bytes that compiled layers save (tests/cpu/test_compiled_memory.py).
+depends on both. On CPUs the result equals the bytes that compiled layers save (tests/cpu/planning/test_memory.py).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class _Results:
         self._fake_tensor = fake_tensor
         self._make_subclass = MAKE_SUBCLASS.get()
         self._entry_class = FAKE_CACHE_ENTRY.get()
-        self._attributes: dict[str, Any] | None = None  # of every fake CPU tensor without values
+        self._attributes: dict[str, Any] | None = None  # the attributes of every fake CPU tensor without values
 
     def make(self, mode: Any, entry: Any, args: Any) -> Any:
         """Return the results that the entry describes, or MISSING if torch must make them."""

@@ -16,7 +16,7 @@ import torch
 
 from upshift.models.profile import Polynomial
 
-POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length: the terms of a Polynomial, in their order
+POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length, in the order of a Polynomial's terms
 NEARBY = 2  # labels are one shorter than their tokens, and some models put a token or two before the text
 SHORTEST = 7
 SMALLEST_BATCH = 127

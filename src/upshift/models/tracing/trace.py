@@ -55,7 +55,6 @@ from upshift.models.quantized import check_quantization
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import describe_tensor_parallel
-from upshift.models.tracing.active_experts import count_experts
 from upshift.models.tracing.compiled import call_signature, compiled_saved_bytes, load_partition
 from upshift.models.tracing.fit_runs import (
     FittedSegments,
@@ -67,6 +66,7 @@ from upshift.models.tracing.fit_runs import (
     trace_points,
 )
 from upshift.models.tracing.fork_map import run_forked
+from upshift.models.tracing.mixtures import count_experts
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.polynomials import fit_segment, fit_single
 from upshift.models.tracing.segments import Tracer, fake_masks, segment_borders

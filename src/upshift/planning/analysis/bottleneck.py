@@ -82,7 +82,7 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
 
 def roofline(candidate: Candidate, *, host: Host, profile: ModelProfile, workload: Workload) -> dict[str, float]:
-    """Return the seconds of a step by kind. ``candidate``: as the formulas predict it."""
+    """Return the seconds of a step by kind. ``candidate``: the plan as the formulas predict it."""
     by_kind = sum_by_kind(candidate.time.terms)
     head = head_seconds(host, profile, workload, candidate.plan)
     for kind, seconds in head.items():
@@ -133,7 +133,7 @@ class Measured:
     profile: ModelProfile
     workload: Workload
     candidate: Candidate
-    seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
+    seconds: dict[str, float]  # the seconds of a step; the head is among the products and the elementwise work
 
     def scaled_seconds(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds that another plan's step would take, by kind."""

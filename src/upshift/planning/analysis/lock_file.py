@@ -186,9 +186,9 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
         peak_gib=changes[0],
         step_ms=changes[1],
         parts_gib=_moved_numbers(
-            _parts_gib(_step_phases(entry.predicted.memory)), _parts_gib(_memory_gib(candidate)), whole=peak
+            _parts_gib(_step_phases(entry.predicted.memory)), _parts_gib(_memory_gib(candidate)), total=peak
         ),
-        terms_ms=_moved_numbers(lock.terms_ms, _terms_ms(candidate), whole=step),
+        terms_ms=_moved_numbers(lock.terms_ms, _terms_ms(candidate), total=step),
         segments=tuple(name for name in names if lock.segments.get(name) != digests.get(name)),
         versions=versions,
         problem=problem,
@@ -238,12 +238,12 @@ def _parts_gib(phases: dict[str, dict[str, float]]) -> dict[str, float]:
     return {name: max(phase_parts.get(name, 0.0) for phase_parts in phases.values()) for name in names}
 
 
-def _moved_numbers(old_numbers: dict[str, float], new_numbers: dict[str, float], *, whole: float | None) -> tuple[Change, ...]:
-    """Return the numbers that moved, the largest change first. ``whole``: the total of which a change must be a large share."""
+def _moved_numbers(old_numbers: dict[str, float], new_numbers: dict[str, float], *, total: float | None) -> tuple[Change, ...]:
+    """Return the numbers that moved, the largest change first. ``total``: the total of which a change must be a large share."""
     names = dict.fromkeys((*old_numbers, *new_numbers))
     changes = [Change(name=name, before=old_numbers.get(name), now=new_numbers.get(name)) for name in names]
     difference_by_name = {change.name: abs((change.now or 0.0) - (change.before or 0.0)) for change in changes}
-    large_changes = [change for change in changes if difference_by_name[change.name] > MIN_SHOWN_SHARE * (whole or 0.0)]
+    large_changes = [change for change in changes if difference_by_name[change.name] > MIN_SHOWN_SHARE * (total or 0.0)]
     return tuple(sorted(large_changes, key=lambda change: -difference_by_name[change.name]))
 
 

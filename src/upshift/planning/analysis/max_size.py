@@ -49,18 +49,18 @@ def largest_multiple(fits: Callable[[int], bool], *, step: int, start: int, ceil
     high = ceiling // step + 1  # does not fit
     probe = min(max(start // step, 1), high - 1)
     stride = 1
-    found_low = found_high = False
+    low_fits = high_fails = False
     while high - low > 1:
         if fits(probe * step):
             low = probe
-            found_low = True
+            low_fits = True
         else:
             high = probe
-            found_high = True
-        if found_low and found_high:
+            high_fails = True
+        if low_fits and high_fails:
             probe = (low + high) // 2
         else:
-            probe = min(low + stride, high - 1) if found_low else max(high - stride, low + 1)
+            probe = min(low + stride, high - 1) if low_fits else max(high - stride, low + 1)
             stride *= 2
     return low * step
 

@@ -98,7 +98,7 @@ def _search_again(
 ) -> Ranking:
     """Return the ranking of a new search, corrected and checked as the planning's own ranking.
 
-    What the planner fixed because nothing fits without it is fixed here for the same reason alone.
+    The planner fixed some fields because nothing fits without them. They are fixed here only if the same is true here.
     """
     fixed_fields = {text.partition("=")[0] for text in assignments}
     added = tuple(text for text in planning.added if text.partition("=")[0] not in fixed_fields)

@@ -4,7 +4,7 @@ The bytes are counted by the group of ranks that exchange them. They are those t
 ranks (tests/cpu/planning/test_layouts.py). Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO
 (Rajbhandari et al. 2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
 
-What computation hides:
+Computation hides these exchanges:
 
 - fully_shard gathers a layer's weights while the layer before computes, and reduces its gradients while the next layer computes.
 - Data parallelism reduces gradients during the last backward pass.
@@ -140,7 +140,7 @@ class Volumes:
 
         With sequence parallelism each pair is a gather and a scatter, without it a sum of the same volume. Recomputed layers
         repeat the exchanges of the forward pass except the last, after which the backward pass needs nothing. An input that is
-        not kept whole is gathered again. Where ranks share experts, each has the results of its part of the tokens. They are
+        not kept whole is gathered again. If ranks share experts, each has the results of its part of the tokens. These are
         gathered, and so are the gradients of the tokens.
         """
         layout = self.plan.layout
@@ -280,7 +280,7 @@ class Volumes:
     def gradients(self) -> tuple[Transfer, ...]:
         """Return the exchanges of gradients once a step, and of the weights that ZeRO 1 sends back.
 
-        Gradients are summed over the replicas that fully_shard leaves. Where it divides no gradients, all are summed.
+        Gradients are summed over the replicas that fully_shard leaves. If it divides no gradients, all are summed.
         """
         plan = self.plan
         layout = plan.layout
@@ -502,8 +502,8 @@ class ExchangeCost:
     def _hop_seconds(self, num_bytes: float, group: Group) -> list[float]:
         """Return the seconds of each hop from the first rank of a group to the last."""
         seconds = self.memo.get_or_compute(("hops", num_bytes, group), lambda: hop_seconds(self.host, num_bytes, group))
-        known = [hop for hop in seconds if hop is not None]
-        if len(known) < len(seconds):
+        hops = [hop for hop in seconds if hop is not None]
+        if len(hops) < len(seconds):
             place = "between" if group.num_nodes > 1 and self.host.inter_node is None else "inside"
             raise UnknownLink(f"the rate {place} nodes is unknown")
-        return known
+        return hops

@@ -165,7 +165,7 @@ def offer_backward_peaks(
 ) -> None:
     """Offer the moments of the backward pass to ``peaks``.
 
-    In a first backward pass gradients are allocated as segments finish. In later passes they all exist. Where ranks divide them,
+    In a first backward pass gradients are allocated as segments finish. In later passes they all exist. If ranks divide them,
     the gradients of a layer are allocated and freed, and those outside the layers stay until the pass has ended.
 
     Args:
@@ -203,7 +203,8 @@ def offer_backward_peaks(
 
 
 def _moment(item: PlacedSegment, *, is_last: bool, is_end: bool) -> str:
-    """Return the name of a moment of the backward pass. ``is_last``: in the last layer, whose pass is the first."""
+    """Return the name of a moment of the backward pass. ``is_last``: the moment is in the last layer, whose pass is the
+    first."""
     if item.is_layer:
         if is_last:
             return "last_layer"
@@ -466,7 +467,7 @@ def phase_memory(
 ) -> dict[str, Peak]:
     """Return the peak of every phase, in order. On a CUDA device saving takes host memory, so it is left out.
 
-    ``memory``: of a steady step. ``shape``: rows and tokens a row of the largest micro-batch.
+    ``memory``: the memory of a steady step. ``shape``: rows and tokens a row of the largest micro-batch.
     """
     stage = deciding_stages(profile, plan)[-1]
     share = share_of(profile, plan, stage)

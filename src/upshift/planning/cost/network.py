@@ -106,7 +106,8 @@ def place_group(group: Group) -> Placement:
 def collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
     """Return the seconds of a collective; None where a link is unknown.
 
-    ``num_bytes``: of the whole tensor, as it is when gathered or before it is reduced. For all_to_all: of one rank's tensor.
+    ``num_bytes``: the bytes of the whole tensor, as it is when gathered or before it is reduced. For all_to_all: of one rank's
+    tensor.
     """
     if group.size == 1 or num_bytes <= 0:
         return 0.0
@@ -251,7 +252,7 @@ def _gloo_volume(operation: Collective, ranks: int) -> float:
 def _gloo_between_processes(host: Host, operation: Exchange, num_bytes: float, processes: int, *, steps: int = 1) -> float:
     """Return the seconds of an exchange inside a node.
 
-    ``num_bytes``: of a tensor that two processes exchange in the same time.
+    ``num_bytes``: the bytes of a tensor that two processes exchange in the same time.
     """
     latency = GLOO_LATENCY
     rate = GLOO_BYTES_PER_SECOND

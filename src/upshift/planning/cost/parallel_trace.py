@@ -160,6 +160,11 @@ def layer_sizes(profile: ModelProfile) -> list[int]:
     return [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
 
 
+def add_left(cost: PassCost, extra: Polynomial) -> PassCost:
+    """Return the cost of a pass that leaves ``extra`` more bytes."""
+    return cost.model_copy(update={"left": add(cost.left, extra)})
+
+
 def add_saved_bytes(layer: Segment, extra: Polynomial, *, saves: bool) -> Segment:
     """Return a layer whose forward pass saves ``extra`` more bytes for the backward pass.
 

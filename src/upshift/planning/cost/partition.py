@@ -22,7 +22,7 @@ MASTERED_BYTES = 2  # of the bf16 copy that the model computes with
 class InFlight(NamedTuple):
     """The memory of the micro-batches that are in flight on a rank, beside the one that it computes.
 
-    Gradients exist in every backward pass of a step except the first, in which they are allocated. Where they always exist there
+    Gradients exist in every backward pass of a step except the first, in which they are allocated. If they always exist, there
     is no such first pass. The numbers are those of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13),
     measured between gloo ranks (tests/cpu/planning/test_layouts.py): the transfer holds what was sent.
     """
@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
     first: int
     last: int
-    num_layers: int  # of the model
+    num_layers: int  # the model's layers
     in_flight: InFlight = InFlight()
 
     @property
@@ -250,7 +250,8 @@ def trained_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
     An adapter is not spread as the weights are: a stage without the head has nothing of a head that is trained whole. The profile
     does not say whether other trained weights outside the layers are before or after them, so each end is taken to have them.
-    What an adapter trains of a tied head is the head's own: LoRA, or a copy of the weight.
+    If an adapter trains a tied head, the trained weights belong to the head and not to the embedding: LoRA, or a copy of the
+    weight.
     """
     parameters = profile.parameters
     if parameters.trainable == parameters.total:
@@ -352,7 +353,7 @@ def residual_bytes(plan: Plan) -> int:
 def _embedding_gradient_rest(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Return the bytes of an embedding's gradient for the words of other ranks.
 
-    Where ranks divide the words, the kernel still fills rows for all of them.
+    If ranks divide the words, the kernel still fills rows for all of them.
     """
     parameters = profile.parameters
     styles = profile.declares.tensor_parallel_plan.values()

@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     duration: int
     kind: Kind
     micro_batch: int
-    chunk: int  # of the rank's virtual stages, the first in forward order is 0
+    chunk: int  # the rank's virtual stage; the first in forward order is 0
 
 
 def simulate(schedule: Schedule, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[Pass, ...]:

@@ -50,8 +50,8 @@ DEFAULT_MEMORY_EFFICIENCY = 0.75
 class Sustained(NamedTuple):
     """The share of single kernels' rates that training keeps: clocks fall under load, causal attention is less efficient."""
 
-    matrix: float  # of matrix products
-    attention: float  # of a matrix product's rate
+    matrix: float  # the share that matrix products keep
+    attention: float  # as a share of a matrix product's rate
     memory: float
 
 

@@ -7,8 +7,8 @@ intermediate results (Liger Kernel, arXiv 2410.10989; Transformer Engine). So be
 inputs and outputs of its matrix products, and the input of each norm. It keeps no fp32 copies, no rotated and unrotated queries,
 and no activation beside the gate. The sizes follow from the shapes of the weights:
 
-- A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. Of a square matrix
-  one side is kept.
+- A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. One side of a
+  square matrix is kept.
 - Sides of the hidden size are the outputs of norms, which are kept once for all matrices that read them, or they go into the
   residual sum.
 - If a token is sent to several experts, each expert keeps it, with its own copy of the norm's output.
@@ -17,7 +17,7 @@ and no activation beside the gate. The sizes follow from the shapes of the weigh
 
 A kernel between two products reads or writes each of these once in the forward pass. In the backward pass it reads them and
 writes their gradients. The residual sums add to this, and so do the copies of tokens for experts, which are sorted on their way.
-Where gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
+If gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
 fusion). Two things are ignored: the copies that a kernel makes to have its input contiguous, and keys of latent attention that
 are joined from two parts.
 """
@@ -37,12 +37,14 @@ from upshift.models.profile import (
     StackTrace,
     StepTrace,
 )
+from upshift.planning.cost.activation_checkpointing import num_recomputed, runs_of_layers, with_random_state
 from upshift.planning.cost.loss_head import apply_loss_kernel
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.parallel_trace import (
     GATHERED_INPUTS,
     add,
+    add_left,
     add_saved_bytes,
     expert_parallel_trace,
     scale,
@@ -93,8 +95,8 @@ def compiled_segment(segment: Segment, plain: Segment) -> Segment:
     )
     return Segment(
         forward=forward,
-        backward=_add_left(segment.backward, saving),
-        backward_accumulating=_add_left(segment.backward_accumulating, saving),
+        backward=add_left(segment.backward, saving),
+        backward_accumulating=add_left(segment.backward_accumulating, saving),
         compiled=plain.compiled,
         gradients_go=segment.gradients_go,
     )
@@ -258,9 +260,6 @@ def _expert_copies(profile: ModelProfile, hidden: float) -> float:
     return hidden * profile.experts.per_token * layers_with_experts / max(profile.num_layers, 1)
 
 
-RANDOM_STATE = Polynomial(one=5056.0)  # of the generator: torch.utils.checkpoint keeps one for each layer that it recomputes
-
-
 @dataclass(frozen=True)
 class PlacedSegment:
     """A run of ``count`` equal segments, in the full model.
@@ -346,7 +345,7 @@ def _place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: 
     trained_outside = profile.parameters.trainable - profile.parameters.trainable_layers
     num_stacks = len(profile.stacks)
     granularity = plan.recompute_granularity
-    to_recompute = -(-plan.activation_checkpointing * (stage.last - stage.first) // max(profile.num_layers, 1))
+    to_recompute = num_recomputed(profile, plan, stage)
     is_recomputed = to_recompute > 0
     exchanges_heads = plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses"
     first_layer = 0  # of the stack
@@ -358,12 +357,12 @@ def _place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: 
         traced = trace.stacks[number]
         stage_layers = stack.assignment[max(stage.first - first_layer, 0) : max(stage.last - first_layer, 0)]
         first_layer += stack.num_layers
-        for index, count in _runs(stage_layers, to_recompute):
+        for index, count in runs_of_layers(stage_layers, to_recompute):
             is_recomputed = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.plain[index]
             if is_recomputed:
-                segment = _with_random_state(traced.recomputed[granularity][index], plan)
+                segment = with_random_state(traced.recomputed[granularity][index], plan)
             if exchanges_heads:
                 segment = add_saved_bytes(segment, _exchanged_result(profile, plan), saves=not is_recomputed)
             placed.append(PlacedSegment(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=is_recomputed))
@@ -376,27 +375,6 @@ def _place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: 
         trained = trained_head if num_stacks else trained_outside
         placed.append(PlacedSegment(gap, 1, trained, is_loss=True, scratch=scratch))
     return placed
-
-
-def _with_random_state(layer: Segment, plan: Plan) -> Segment:
-    """Return a recomputed layer that also keeps its random state, which fake tensors do not show.
-
-    On a GPU it is a few bytes, which are not counted.
-    """
-    if plan.device != "cpu":
-        return layer
-    freed = scale(RANDOM_STATE, -1.0)
-    return layer.model_copy(
-        update={
-            "forward": _add_left(layer.forward, RANDOM_STATE),
-            "backward": _add_left(layer.backward, freed),
-            "backward_accumulating": _add_left(layer.backward_accumulating, freed),
-        }
-    )
-
-
-def _add_left(cost: PassCost, extra: Polynomial) -> PassCost:
-    return cost.model_copy(update={"left": add(cost.left, extra)})
 
 
 def _exchanged_result(profile: ModelProfile, plan: Plan) -> Polynomial:
@@ -419,17 +397,6 @@ def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
     if plan.device != "cuda":
         return float(larger)
     return float(larger + vocabulary * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
-
-
-def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
-    """Return runs of equal layers as (index of the traced layer, number in a row), cut where recomputation ends."""
-    runs: list[tuple[int, int]] = []
-    for layer, index in enumerate(assignment):
-        if runs and runs[-1][0] == index and layer != to_recompute:
-            runs[-1] = (index, runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return runs
 
 
 def micro_batch_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:

@@ -65,7 +65,7 @@ class DeviceRates:
     """
 
     matrix: float
-    outside: float  # of products with embedding and head, which are not quantized
+    outside: float  # the rate of products with embedding and head, which are not quantized
     attention: float
     memory: float
     weights: float  # bytes of weights a second, where few tokens use them
@@ -214,10 +214,10 @@ class StepTime(NamedTuple):
     weights: float = 0.0  # products that wait for their weights
     products: float = 0.0  # products that wait for their arithmetic
     cache: float = 0.0
-    attention: float = 0.0  # of prompts
+    attention: float = 0.0  # the attention of prompts
     activations: float = 0.0
     communication: float = 0.0
-    launches: float = 0.0  # of kernels, and the host's work between steps
+    launches: float = 0.0  # launches of kernels, and the host's work between steps
 
     @property
     def total(self) -> float:
@@ -243,11 +243,11 @@ class _ProductCost(NamedTuple):
     """The cost of one shape of matrices, on one of the tensor-parallel devices."""
 
     product: Product
-    flops: float  # of one matrix, for one token
+    flops: float  # FLOPs of one matrix for one token
     matrices: float  # matrices that a token meets
     weight_seconds: float  # to read one expert's matrix, or the only one, in every layer
     met: float  # share of the tokens that meet one matrix
-    moved_bytes: float  # of activations, for one token
+    moved_bytes: float  # bytes of activations for one token
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Engine:
     prompt_flops: float  # attention, for each token of a prompt
     decode_flops: float  # attention, for each decoding sequence
     cache_seconds: float  # to read one decoding sequence's cache
-    reduced_bytes: float  # of one token, in each all-reduce
+    reduced_bytes: float  # bytes of one token in each all-reduce
     num_reduced: int
     launch_seconds: float
     eager: bool

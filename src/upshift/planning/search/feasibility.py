@@ -33,7 +33,7 @@ class JobMemory:
     def phase_peaks(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
         """Return the allocated bytes by phase and part, in the job's order.
 
-        ``sequences``: of a micro-batch; None: the plan's largest.
+        ``sequences``: the sequences of a micro-batch. None means those of the plan's largest one.
         """
         plan = candidate.plan
         trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)

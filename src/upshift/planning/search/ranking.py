@@ -64,7 +64,7 @@ class Candidate:
     def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
         """Return the predicted numbers.
 
-        ``phases``: of the whole job; None: those of a step. ``host``: with whose memory the plan's is compared.
+        ``phases``: the phases of the whole job. None means those of a step. ``host``: with whose memory the plan's is compared.
         """
         step_ms = 1000 * self.time.total
         peaks = phases or self.memory.phases

@@ -159,8 +159,8 @@ def _search_layouts(plans: PlanSpace, coster: Coster, ranking: Ranking) -> None:
 def _chains(plans: PlanSpace, sharing: Sharing, size: int) -> Chains:
     """Return the other choices in chains. In each chain the number of recomputed layers falls.
 
-    Which of these choices are legal depends on the micro-batch and the layout only in their ``sharing_facts``. Of plans that
-    differ only in what is compiled, the last is taken, which needs least memory.
+    The micro-batch and the layout decide by their ``sharing_facts`` alone which of these choices are legal. If plans differ only
+    in what is compiled, take the last one, which needs the least memory.
     """
     legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
     distinct = {(_memory_kind(plan), -plan.activation_checkpointing): plan for plan in legal}

@@ -1,7 +1,7 @@
 """Choose the simplest among the plans that the prediction cannot tell apart.
 
 A plan that is predicted a few percent faster than a simpler one may be the slower one. So the plan with the fewest mechanisms
-wins among those whose predicted speeds differ by less than the prediction's own error. Where all plans need the same mechanisms,
+wins among those whose predicted speeds differ by less than the prediction's own error. If all plans need the same mechanisms,
 the fastest wins. Plans that were measured are told apart by their measurements.
 """
 

@@ -323,7 +323,7 @@ def fixed_value(assignments: tuple[str, ...], name: str) -> Any:
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
     """Raise RequestError if the fixed batch factors do not make up the global batch, or if a micro-batch divides a pair.
 
-    Where ranks share the job, the number of processes is no factor: the layout says how many have their own sequences.
+    If ranks share the job, the number of processes is no factor: the layout says how many have their own sequences.
     """
     factor_names = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
     factors = {name: fixed[name] for name in factor_names if name in fixed}
@@ -418,7 +418,7 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
 def _precisions(host: Host, workload: Workload, *, quantized: bool, is_requested: bool = False) -> list[Precision]:
     """Return the precisions for which the host has instructions. ``is_requested``: also those that are never the best.
 
-    Where torch would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
+    If torch computes its precision ``medium`` in bf16, tf32 would be less accurate than its name says, and is left out.
     """
     precisions: list[Precision] = ["fp32"]
     if not host.medium_is_bf16 and host.supports(MATRIX_PRECISION["tf32"]):
@@ -461,7 +461,7 @@ def can_compile(host: Host) -> bool:
 
 
 def lacks_compiler(host: Host) -> bool:
-    """Return whether torch.compile is known not to work. Of a CPU that was not measured, nothing is known."""
+    """Return whether torch.compile is known not to work. Nothing is known about a CPU that was not measured."""
     if host.device == "cuda":
         return not can_compile(host)
     return host.measured is not None and host.measured.compiler is False

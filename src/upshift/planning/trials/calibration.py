@@ -43,7 +43,7 @@ from upshift.versions import installed_version
 
 FILE_NAME = "calibration.jsonl"
 FILES_WITHOUT_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that do not change a predicted number
-MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
+MAX_BYTES = 2**19  # the largest file, some 1,200 lines; then the newer half is kept
 TRANSFERRED_NUMBERS: tuple[Number, ...] = (
     "step",
     "held",
@@ -203,7 +203,7 @@ class Calibration:
         return {key: tuple(sorted(ratios)) for key, ratios in ratios_by_kind.items()}
 
     def rerank(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
-        """Return the plans ranked by their corrected numbers. Which of them fit is decided again."""
+        """Return the plans ranked by their corrected numbers. Decide again which of them fit."""
         if not self.samples:
             return ranking
         corrected = Ranking(num_unseen=ranking.num_unseen)

@@ -41,7 +41,7 @@ CLOSE_SPEED = 0.93  # of the best speed: one trial on a shared machine cannot te
 WATCHED_STEP_SHARE = (
     0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
 )
-MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
+MIN_STEADY_STEPS = 3  # a run's time is remembered from this number of steady steps on
 FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
 LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
 BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs

@@ -278,7 +278,7 @@ def step_words(planning: Planning, candidate: Candidate) -> str:
 
 def memory_table(planning: Planning) -> Table:
     best = planning.ranking.candidates[0]
-    life = planning.job_memory
+    job_memory = planning.job_memory
     memory = memory_by_phase(planning, best)
     names = list(part_colours(parts_of(memory)))
     sums = ["Allocated", "Reserved", "Held"] if best.plan.device == "cuda" else ["Allocated", "Held"]
@@ -287,8 +287,8 @@ def memory_table(planning: Planning) -> Table:
         total = sum(row.values())
         sums_gib = {
             "Allocated": total,
-            "Reserved": gib(life.reserved_bytes(best, total * GIB)),
-            "Held": gib(life.held_bytes(best, total * GIB)),
+            "Reserved": gib(job_memory.reserved_bytes(best, total * GIB)),
+            "Held": gib(job_memory.held_bytes(best, total * GIB)),
         }
         rows.append([phase, *(number(row.get(name, 0.0), 3) for name in names), *(number(sums_gib[name], 3) for name in sums)])
     heads = [("Phase", ""), *((name, "number") for name in (*names, *sums))]

@@ -19,6 +19,7 @@ from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.loading.files.safetensors_header import read_header
 from upshift.loading.load import build_empty_model
 from upshift.models.source import ADAPTER_WEIGHTS, ModelSource
+from upshift.text import one_line
 
 NO_ADAPTER = "__base__"  # peft's word for a row without an adapter
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter's tensors
@@ -30,7 +31,7 @@ def read_config(folder: Path) -> LoraConfig:
     try:
         config: LoraConfig = LoraConfig.from_pretrained(str(folder))
     except PEFT_ERRORS as error:
-        raise RequestError(f"{folder} has no config of LoRA that peft reads: {_one_line(error)}") from None
+        raise RequestError(f"{folder} has no config of LoRA that peft reads: {one_line(error)}") from None
     config.init_lora_weights = False  # the weights are read, so they need no random values
     config.inference_mode = True
     return config
@@ -45,7 +46,7 @@ def check_fits(source: ModelSource, folder: Path) -> None:
             model = PeftModel(build_empty_model(source), config, "checked", low_cpu_mem_usage=True)
             state = get_peft_model_state_dict(model, adapter_name="checked", save_embedding_layers=False)
         except PEFT_ERRORS as error:
-            raise _not_for_model(source, folder, _one_line(error)) from None
+            raise _not_for_model(source, folder, one_line(error)) from None
     expected = {name: tuple(weight.shape) for name, weight in state.items()}
     stored = {tensor.name: tuple(tensor.shape) for tensor in read_header(folder / ADAPTER_WEIGHTS).tensors}
     base_names = {name.replace(".base_layer.", ".") for name, _ in model.get_base_model().named_parameters()}
@@ -65,10 +66,6 @@ def check_fits(source: ModelSource, folder: Path) -> None:
 
 def _not_for_model(source: ModelSource, folder: Path, reason: str) -> RequestError:
     return RequestError(f"{folder} is not an adapter for {source.reference!r}: {reason}; give one that was made for this model")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 class AdapterDecoder(NoExtension):
@@ -115,7 +112,7 @@ class AdapterDecoder(NoExtension):
                 self._decoder.compute([0])
             except PEFT_ERRORS as error:  # a kind of layer that peft does not compute for rows of several adapters
                 self._remove(key)
-                raise _not_for_model(self._source, folder, _one_line(error)) from None
+                raise _not_for_model(self._source, folder, one_line(error)) from None
         self._keys[name] = key
 
     def unload(self, name: str) -> None:

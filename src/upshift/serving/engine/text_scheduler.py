@@ -19,7 +19,7 @@ from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes
 
 @dataclass
 class TextScheduler(RequestQueue[TextEngine]):
-    """The requests of an engine that takes whole requests. At most ``rows`` of them run in it, the others wait here."""
+    """The requests of an engine that takes whole requests. At most ``rows`` of them run in the engine. The others wait here."""
 
     _numbers: dict[int, Ticket] = field(default_factory=dict)  # the running requests, by the engine's numbers
     _last_step: float = 0.0  # time of the end of the last step, or of the beginning of the first request after a pause
@@ -130,7 +130,7 @@ def _read_score(scored: ScoredToken) -> TokenLogprob:
 
 
 def measure_texts(engine: TextEngine, prompts: list[list[int]], rows: int) -> PassTimes:
-    """Measure the times of an engine that takes whole requests, after a run that warms up."""
+    """Warm an engine that takes whole requests up with one run, and then measure its times."""
     first_seconds = [time_texts(engine, prompts[:1], 2)[0] for _ in range(2)]
     batch_seconds, *step_seconds = time_texts(engine, prompts[:rows], WARMUP_TOKENS)
     return PassTimes(first_seconds[-1], batch_seconds / sum(map(len, prompts[:rows])), median(step_seconds))

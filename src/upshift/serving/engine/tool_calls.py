@@ -30,7 +30,7 @@ class ToolFormat(NamedTuple):
     """The form of the calls in a model's answers.
 
     A call is ``before`` + name + ``middle`` + arguments + ``after``, or with the arguments before the name. ``between`` is the
-    text between two calls, or None if the template takes one call in an answer. Where name and arguments are fields of a JSON
+    text between two calls, or None if the template takes one call in an answer. If name and arguments are fields of a JSON
     object, ``fields`` has their keys, and ``before``, ``after`` and ``between`` count from the whole JSON value in ``begin``,
     ``end`` and ``between``. ``text_arguments`` says that the template takes arguments as text. With ``tags``, the arguments are
     text between tags, ``before`` and ``after`` are ``begin`` and ``end``, and ``middle`` is not used."""

@@ -84,7 +84,7 @@ class BatchAddresses:
         return self._batches
 
     def _find(self, id: str, kind: str) -> dict[str, Any]:
-        found = self._served.folder.find(id)
-        if found is None or found["object"] != kind:
+        entry = self._served.folder.find(id)
+        if entry is None or entry["object"] != kind:
             raise HTTPException(404, f"the {kind} {id[:100]!r} is not here; GET {ADDRESSES[kind]} lists those that are")
-        return found
+        return entry

@@ -88,9 +88,9 @@ class BatchLine(NamedTuple):
 
 
 def read_batch_lines(content: bytes, endpoint: str | None) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests of a batch, and the problems of the lines that are none, in OpenAI's form.
+    """Return the requests of a batch, and the problems of the lines that are no requests, in OpenAI's form.
 
-    With ``endpoint``, all requests are for this address. With None, each is for one of those of ``Endpoint``."""
+    With ``endpoint``, all requests are for this address. With None, each is for an address of ``Endpoint``."""
     lines: list[BatchLine] = []
     problems: list[dict[str, Any]] = []
     known_ids: set[str] = set()
@@ -132,8 +132,8 @@ def _read_line(raw_line: bytes, endpoint: str | None, known_ids: set[str]) -> Ba
     url = document.get("url")
     allowed = get_args(Endpoint) if endpoint is None else (endpoint,)
     if document.get("method", "POST") != "POST" or url not in allowed:
-        asked = f"{document.get('method')} {url!r}"
-        raise RequestError(f"the line asks for {asked}, and the batch for POST {' or '.join(allowed)}")
+        address = f"{document.get('method')} {url!r}"
+        raise RequestError(f"the line asks for {address}, and the batch for POST {' or '.join(allowed)}")
     return BatchLine(custom_id, url, body)
 
 

@@ -102,8 +102,8 @@ def _score_form(first: str, second: str) -> dict[str, Any]:
 
     Several first texts are taken, too, if there are as many second ones, which a schema cannot say."""
     others = {name: {"type": "null"} for name in FIRST_NAMES + SECOND_NAMES if name not in (first, second)}
-    given = {first: {"type": "string"}, second: {"type": ["string", "array"]}}
-    return {"required": [first, second], "properties": {**others, **given}}
+    texts = {first: {"type": "string"}, second: {"type": ["string", "array"]}}
+    return {"required": [first, second], "properties": {**others, **texts}}
 
 
 FORMS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))

@@ -12,7 +12,9 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
+from upshift.planning.plan import Plan
 from upshift.planning.workload import RowsTogether, pack_rows, round_up, spread_rows
+from upshift.training.batches.objective import Objective
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]
@@ -26,12 +28,12 @@ class Layout(Value):
     # With packing, a micro-batch is one row of up to micro_batch x sequence_length tokens. It has no padding, but it needs an
     # attention kernel whose work does not grow with the row.
     flatten: bool = False
-    pad_multiple: Count = 8  # of the widths of micro-batches; packed rows are sequence_length wide unless flattened
+    pad_multiple: Count = 8  # widths of micro-batches are multiples of it; packed rows are sequence_length wide unless flattened
     # False: no attention_mask for padding on the right. Causal attention ignores it, and its kernels are faster without.
     mask_padding: bool = True
     pads: bool = True  # False: padding changes the model's results, so a row is as wide as its text
     rows_together: RowsTogether = 1  # sequences that stay in one micro-batch; 2: sequences 2 i and 2 i + 1 are a pair
-    rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
+    rank: Annotated[int, Field(ge=0)] = 0  # the rank in the data-parallel group
     world_size: Count = 1
 
     @model_validator(mode="after")
@@ -39,6 +41,22 @@ class Layout(Value):
         if self.rank >= self.world_size:
             raise RequestError(f"rank={self.rank} is not in world_size={self.world_size}; use 0 to {self.world_size - 1}")
         return self
+
+
+def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
+    """Return the layout for one data-parallel rank."""
+    return Layout(
+        micro_batch=plan.per_device_train_batch_size,
+        packing=plan.packing,
+        flatten=plan.flattens,
+        pad_multiple=plan.pad_multiple,
+        # Most causal models ignore padding on the right of a text, and so do their losses.
+        mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
+        pads=objective.padding != "none",
+        rows_together=objective.rows_together,
+        rank=data_rank,
+        world_size=plan.data_parallel,
+    )
 
 
 class RowGroup(NamedTuple):

@@ -104,12 +104,12 @@ def _watched(model: PreTrainedModel, record: StepCalls) -> Iterator[None]:
             layers.forward = previous
 
 
-def _append(record: StepCalls, given: dict[str, Any]) -> None:
+def _append(record: StepCalls, arguments: dict[str, Any]) -> None:
     """Append a call with these arguments to the record, if it is of rows of tokens."""
-    tokens = given.get(TOKENS)
+    tokens = arguments.get(TOKENS)
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point():
-        inputs = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.shape == tokens.shape}
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.shape == tokens.shape}
         has_padding_alone = all(
-            name in PADDED and value.shape == tokens.shape for name, value in given.items() if isinstance(value, Tensor)
+            name in PADDED and value.shape == tokens.shape for name, value in arguments.items() if isinstance(value, Tensor)
         )
         record.calls.append(ModelCall(inputs, torch.is_grad_enabled(), record.in_backward, has_padding_alone))

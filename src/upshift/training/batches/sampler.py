@@ -49,7 +49,7 @@ class GlobalBatch:
 
     position: Position
     next_position: Position
-    micro_batches: tuple[MicroBatch, ...]  # of this rank
+    micro_batches: tuple[MicroBatch, ...]  # this rank's micro-batches
     sequence_ids: NDArray[np.int64]  # of all ranks
     num_label_tokens: int  # of all ranks; the sum of token losses is divided by it
     num_tokens: int  # of all ranks, without padding

@@ -84,7 +84,7 @@ class BackgroundWriter:
 
 
 def _as_upshift_error(error: Exception) -> UpshiftError:
-    """Return the error of a write as one that the user sees as one line. What it came from stays its cause."""
+    """Return the error of a write as one that the user sees as one line. The original error stays its cause."""
     if isinstance(error, UpshiftError):
         return error
     message = " ".join(f"{type(error).__name__}: {error}".split())

@@ -37,7 +37,7 @@ class RngState:
     """The states of all generators of one process. It can be pickled, so that one rank can gather and save those of all ranks."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None  # of the one device of the process
+    cuda: torch.Tensor | None  # the state of the one device of the process
     python: str  # JSON
     numpy: str  # JSON
 

@@ -170,7 +170,7 @@ class LocalShards:
 def shards_to_write(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> LocalShards:
     """Return the shards that this rank writes. All ranks call this function together.
 
-    Without an optimizer these are only weights. Of several ranks that have the same shard, the first one writes it.
+    Without an optimizer these are only weights. If several ranks have the same shard, the first one writes it.
     """
     local_shards = {
         "weights": local_weights(model),
@@ -237,7 +237,7 @@ class UpdatedTensor:
     """Describe what the optimizer of this rank updates of one parameter."""
 
     parameter: Tensor
-    shard: Tensor  # of the parameter: the same memory, or an fp32 copy
+    shard: Tensor  # the parameter's memory itself, or an fp32 copy
     state_key: Tensor  # the tensor to which the optimizer's state belongs: the shard, or its copy on the host
 
 
@@ -248,7 +248,7 @@ def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 
 
 def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[UpdatedTensor]:
-    shards: dict[Tensor, Tensor] = {}  # of each shard, its parameter
+    shards: dict[Tensor, Tensor] = {}  # the parameter of each shard
     if isinstance(optimizer, ShardedOptimizer):
         shards = optimizer.shards
         optimizer = optimizer.inner

@@ -31,11 +31,11 @@ class TrainState(Value):
     """The progress of a training run, apart from tensors. Two runs with the same state continue the same way."""
 
     step: Annotated[int, Field(ge=0)]  # optimizer steps done
-    position: Position  # of the next global batch
+    position: Position  # the position of the next global batch
     seed: int
     tokens_seen: Annotated[int, Field(ge=0)]
     plan: dict[str, Any]
-    loss_curve: tuple[float, ...] = ()  # of each step so far
+    loss_curve: tuple[float, ...] = ()  # the loss of each step so far
     best_evaluation_loss: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
     run: str = Field("", description="the id of the run that the checkpoint belongs to")

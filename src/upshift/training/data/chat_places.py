@@ -1,9 +1,9 @@
 """Find the assistant's turns in a chat whose template writes earlier turns in another way than the last one.
 
 Many templates of models that think leave the thoughts of earlier turns out, so the text up to a turn is not the beginning of the
-whole chat. Here the content of a turn is replaced by two words in turn. Where the two texts differ is the place of the content.
-The turn begins behind what the template writes for the assistant to go on from, and ends behind what it writes after the content
-of a last turn, as far as the whole chat has it.
+whole chat. Here the content of a turn is replaced by two words in turn. The content is where the two texts differ. The turn
+begins behind what the template writes for the assistant to go on from, and ends behind what it writes after the content of a
+last turn, as far as the whole chat has it.
 """
 
 from __future__ import annotations

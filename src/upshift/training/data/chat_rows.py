@@ -1,7 +1,7 @@
 """Read chats, and prompts with completions, from the rows of a table.
 
-A row becomes messages as transformers' chat templates take them: ``{"role": .., "content": ..}``. What cannot be used is rejected
-with the place of the row: parts that are not text, unknown roles, values of another type.
+A row becomes messages as transformers' chat templates take them: ``{"role": .., "content": ..}``. A row that cannot be used is
+rejected with its place: parts that are not text, unknown roles, values of another type.
 """
 
 from __future__ import annotations

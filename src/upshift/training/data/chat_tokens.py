@@ -8,7 +8,7 @@ EOS after the last turn alone. In other chats the place of the content says it (
 The whole chat alone is tokenized. A tokenizer in Python does not say to which characters a token belongs, so it tokenizes the
 parts, too.
 
-Of a prompt with a completion everything is learned from the first token that the prompt alone does not have, as in TRL
+If a row is a prompt with a completion, everything is learned from the first token that the prompt alone does not have, as in TRL
 (trl/trainer/sft_trainer.py, completion_only_loss).
 """
 

@@ -23,8 +23,8 @@ from upshift.models.profile import num_sides
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.objective import Kind, Objective, objective_for
-from upshift.training.batches.plan_layout import find_objective
 from upshift.training.data.corpus import Corpus, CorpusSummary, content_of
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows

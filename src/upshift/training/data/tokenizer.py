@@ -89,7 +89,7 @@ def tokenize(
 ) -> TokenizedCorpus:
     """Return the token ids of documents, and the labels of those that have some. Tokenized documents stay as they are.
 
-    ``loss_on`` says what is learned of chats, and of prompts with completions. Of a pair of an encoder's tokens and a decoder's
+    ``loss_on`` says what is learned of chats, and of prompts with completions. If a pair has an encoder's tokens and a decoder's
     labels, each side is cut to ``side_length``. The user is told how many are. ``limit`` holds for all other rows.
     """
     writer = CorpusWriter(limit)

@@ -194,7 +194,8 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
 
 
 def hold_out_pairs(tokenized: TokenizedCorpus) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Split the last pairs of documents off for evaluation: about 2 %, at least 1, at most 64. Of one pair hold none out."""
+    """Split the last pairs of documents off for evaluation: about 2 %, at least 1, at most 64. If there is one pair, hold none
+    out."""
     num_pairs = tokenized.num_documents // 2
     if num_pairs < 2:
         return tokenized, None

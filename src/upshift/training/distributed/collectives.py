@@ -87,13 +87,13 @@ class GatheredPlaceholder:
 
 
 class RegatherInBackward:
-    """The hooks ``pack`` and ``unpack`` for torch's saved_tensors_hooks, around a function that reads the tensor ``whole``."""
+    """The hooks ``pack`` and ``unpack`` for torch's saved_tensors_hooks, around a function that reads the tensor ``gathered``."""
 
-    def __init__(self, local: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, local: torch.Tensor, gathered: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._local = local.detach()
         self._group = group
-        self._storage = STORAGE.of(whole.untyped_storage())
-        self._num_elements = whole.numel()
+        self._storage = STORAGE.of(gathered.untyped_storage())
+        self._num_elements = gathered.numel()
         self._num_readers = 0
         self._regathered: torch.Tensor | None = None
 
@@ -107,7 +107,7 @@ class RegatherInBackward:
     def unpack(self, packed: torch.Tensor | GatheredPlaceholder) -> torch.Tensor:
         if not isinstance(packed, GatheredPlaceholder):
             return packed
-        whole = all_gather_tokens(self._local, self._group) if self._regathered is None else self._regathered
+        gathered = all_gather_tokens(self._local, self._group) if self._regathered is None else self._regathered
         self._num_readers -= 1
-        self._regathered = whole if self._num_readers else None
-        return whole.view(packed.shape)
+        self._regathered = gathered if self._num_readers else None
+        return gathered.view(packed.shape)

@@ -269,7 +269,7 @@ class OomCatchUp:
         self.mesh = mesh
         self._shrink = shrink
         self.agreement = OomAgreement(mesh, on_failure=on_failure, halve=halve)
-        self._number = 0  # of the micro-batch in its step, from 1
+        self._number = 0  # the micro-batch's number in its step, from 1
         self._is_last = False  # the micro-batch is the last one of its step
         self._gathers = ExchangeCount()
         self._sums = ExchangeCount(on_caught_up=lambda: set_last_micro_batch(model, mesh.plan, last=self._is_last))

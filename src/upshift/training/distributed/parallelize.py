@@ -32,6 +32,7 @@ from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.search.constraints import layout_conflict
+from upshift.text import one_line
 from upshift.training.distributed.context_parallel import why_not_context_parallel
 from upshift.training.distributed.expert_parallel import shard_experts, why_not_expert_parallel
 from upshift.training.distributed.fsdp import weights_of_two_dtypes
@@ -172,7 +173,7 @@ def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
                 extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
                 model(**inputs, **extra)
         except Exception as error:  # of any kind: layers and torch report wrong shapes in many ways
-            return " ".join(str(error).split())[:MAX_MESSAGE_LENGTH] or type(error).__name__
+            return one_line(error, limit=MAX_MESSAGE_LENGTH) or type(error).__name__
     return None
 
 

@@ -82,7 +82,7 @@ class PipelineStage:
         self._shapes: list[tuple[int, ...]] = []
         self._received: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._dtype: torch.dtype | None = None  # of the received hidden states; None until it is received
+        self._dtype: torch.dtype | None = None  # the dtype of the received hidden states; None until it is received
         self._has_sent_dtype = False
         self._dtype_sending: dist.Work | None = None  # held until it is sent: gloo drops operations that nobody holds
 

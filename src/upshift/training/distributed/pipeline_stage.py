@@ -198,13 +198,13 @@ class StageLayers(nn.ModuleList):
 class SlicedConfig:
     """A config whose lists with one entry for each layer have only the entries of some layers."""
 
-    def __init__(self, whole: Any, lists: dict[str, Any]) -> None:
-        self.__dict__.update(lists, whole=whole)
+    def __init__(self, full_config: Any, lists: dict[str, Any]) -> None:
+        self.__dict__.update(lists, full_config=full_config)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.__dict__["whole"], name)
+        return getattr(self.__dict__["full_config"], name)
 
 
 class FirstStagePlaceholder(nn.Module):

@@ -58,16 +58,16 @@ Forward = Callable[..., torch.Tensor]
 @contextmanager
 def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[None]:
     """Replace a module's DTensors by this rank's parts while open."""
-    whole = dict(PARAMETERS.of(module))
+    parameters = dict(PARAMETERS.of(module))
     try:
-        for name, parameter in whole.items():
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
                 PARAMETERS.of(module)[name] = parameter.to_local()
-        if without_bias and "bias" in whole:
+        if without_bias and "bias" in parameters:
             PARAMETERS.of(module)["bias"] = None
         yield
     finally:
-        PARAMETERS.of(module).update(whole)
+        PARAMETERS.of(module).update(parameters)
 
 
 def colwise_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
@@ -240,11 +240,11 @@ def regather_region_input(layer: nn.Module, region: nn.Module, group: dist.Proce
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = _hidden_states(args, kwargs)
         local = _cast_for_autocast(hidden)
-        whole = Exchange.apply(local, group, all_gather_tokens, reduce_scatter_tokens)  # type: ignore[no-untyped-call]
-        args, kwargs = _replace_tensors(args, kwargs, {hidden: whole}, group, plain=True)
+        gathered = Exchange.apply(local, group, all_gather_tokens, reduce_scatter_tokens)  # type: ignore[no-untyped-call]
+        args, kwargs = _replace_tensors(args, kwargs, {hidden: gathered}, group, plain=True)
         if getattr(layer, "gradient_checkpointing", False) or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        regather = RegatherInBackward(local, whole, group)
+        regather = RegatherInBackward(local, gathered, group)
         with torch.autograd.graph.saved_tensors_hooks(regather.pack, regather.unpack):
             return run(*args, **kwargs)
 

@@ -43,7 +43,7 @@ class PendingCollective(Value):
     """A collective that a rank has begun and not ended."""
 
     name: str  # such as all_reduce
-    number: int  # of this rank's collectives in the group
+    number: int  # the number of this rank's collective in the group
     group: str
     bytes: int
     seconds: float
@@ -232,21 +232,24 @@ class Watchdog:
         if is_late and self._reported != step:
             self._reported = step
             self._report("stalled", step, f"in step {step} since {format_seconds(seconds)}", waiting)
+        own_seconds = None
+        if self._schedstat and len(times) >= ENOUGH_STEPS:
+            own_seconds = statistics.median(computed for _, computed in times)
         return Heartbeat(
             rank=self.rank,
             beat=self._beat,
             step=step,
             in_step=in_step,
             seconds=seconds,
-            own_seconds=statistics.median(own for _, own in times) if self._schedstat and len(times) >= ENOUGH_STEPS else None,
-            step_seconds=statistics.median(whole for whole, _ in times) if times else None,
+            own_seconds=own_seconds,
+            step_seconds=statistics.median(elapsed for elapsed, _ in times) if times else None,
             waiting=waiting,
             at=self._current_line() if is_late else None,
         )
 
-    def _check_all_ranks(self, own: Heartbeat) -> None:
+    def _check_all_ranks(self, own_heartbeat: Heartbeat) -> None:
         """Read the heartbeats of all ranks if rank 0 is late, and now and then to find the slowest rank."""
-        is_late = own.seconds > self.patience + 2 * PERIOD  # by then all ranks have reported what they wait for
+        is_late = own_heartbeat.seconds > self.patience + 2 * PERIOD  # by then all ranks have reported what they wait for
         if not is_late and self._beat % STRAGGLER_PERIODS:
             return
         keys = [str(rank) for rank in range(self.size)]
@@ -261,26 +264,27 @@ class Watchdog:
             if not is_new and time_now - came > SILENCE * PERIOD:
                 silent[heartbeat.rank] = time_now - came
         if is_late:
-            self._warn(own.step, f"step {own.step}", describe_stall(heartbeats, silent, patience=self.patience))
+            stall = describe_stall(heartbeats, silent, patience=self.patience)
+            self._warn(own_heartbeat.step, f"step {own_heartbeat.step}", stall)
             gone = {rank: seconds for rank, seconds in silent.items() if seconds > ENDS_AFTER}
-            if gone and own.in_step:
+            if gone and own_heartbeat.in_step:
                 message = "; ".join(f"rank {rank} says nothing since {format_seconds(gone[rank])}" for rank in sorted(gone))
                 self._store.set(GONE, message)
                 self._end.wait(2 * PERIOD)  # the others read the message meanwhile
-                self._leave(own.step, message)
+                self._leave(own_heartbeat.step, message)
         else:
             straggler = find_straggler(heartbeats)
             if straggler is not None:
                 rank, message = straggler
-                self._warn(own.step, f"rank {rank}", message)
-                self._report("slow", own.step, message, None)
+                self._warn(own_heartbeat.step, f"rank {rank}", message)
+                self._report("slow", own_heartbeat.step, message, None)
 
-    def _check_rank_0(self, own: Heartbeat) -> None:
+    def _check_rank_0(self, own_heartbeat: Heartbeat) -> None:
         """On a late rank other than 0, check whether rank 0 still writes heartbeats, or has written why all ranks end."""
-        if not own.in_step or own.seconds <= self.patience + 2 * PERIOD:
+        if not own_heartbeat.in_step or own_heartbeat.seconds <= self.patience + 2 * PERIOD:
             return
         if self._store.check([GONE]):
-            self._leave(own.step, self._store.get(GONE).decode())
+            self._leave(own_heartbeat.step, self._store.get(GONE).decode())
         heartbeat = Heartbeat.from_json(self._store.get("0")) if self._store.check(["0"]) else None
         beat = heartbeat.beat if heartbeat else 0
         time_now = time.monotonic()
@@ -288,7 +292,7 @@ class Watchdog:
             self._last_beats[0] = (beat, time_now)
         silence = time_now - self._last_beats[0][1]
         if silence > ENDS_AFTER:
-            self._leave(own.step, f"rank 0 says nothing since {format_seconds(silence)}")
+            self._leave(own_heartbeat.step, f"rank 0 says nothing since {format_seconds(silence)}")
 
     def _leave(self, step: int, message: str) -> None:
         """End the process, whatever its main thread waits for."""

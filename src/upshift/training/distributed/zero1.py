@@ -49,7 +49,7 @@ class ShardedUpdate:
             self._shards[parameter] = self._own_rows(local_shard(parameter.detach()))
         for parameter in self._experts:
             self._shards[parameter] = local_shard(parameter.detach())
-        self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, if the weights are bf16
+        self._sums: dict[Tensor, Tensor] = {}  # sums of gradients in fp32, if the weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}
         if self.has_masters:
             self._shards = {parameter: shard.float().clone() for parameter, shard in self._shards.items()}

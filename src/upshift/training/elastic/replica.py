@@ -50,7 +50,7 @@ class ReplicaRequest(Value):
     """The request to start one process of a replica."""
 
     folder: str  # has the job
-    number: int  # of the replica
+    number: int  # the replica's number
     lighthouse: str  # address at which all replicas meet
     first: bool  # the replica was never started before
 

@@ -194,9 +194,9 @@ class PlanRequest:
     model: nn.Module
     sample: Sample
     split: Split
-    rows: RowBatch  # of the whole sample
+    rows: RowBatch  # the rows of the whole sample
     global_batch: int  # rows per optimizer step
-    accumulation: int  # of the collator's batches
+    accumulation: int  # how many of the collator's batches make a step
     total_steps: int
     fixed: tuple[str, ...]
     allow: tuple[str, ...]
@@ -204,7 +204,7 @@ class PlanRequest:
     device: str
     clips_gradients: bool
     memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
-    host: Host  # of all ranks
+    host: Host  # the devices of all ranks
     why_not: Callable[[Plan], str | None]  # returns why the model, or the Trainer, cannot run a plan
     keeps_batches: bool = False  # the script's code computes whole batches; ``sample`` and ``rows`` stand in for them
 
@@ -260,9 +260,9 @@ class PlannedState:
     def check(self) -> None:
         """Raise RequestError for options beside a given plan, which would have no effect."""
         others = {"fixed": self.fixed, "allow": self.allow, "memory_limit_gib": self.memory_limit_gib}
-        given = [name for name, value in others.items() if value not in ((), None)]
-        if self.plan is not None and given:
-            raise RequestError(f"{given[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
+        useless = [name for name, value in others.items() if value not in ((), None)]
+        if self.plan is not None and useless:
+            raise RequestError(f"{useless[0]} is for a plan that Upshift chooses, and plan= is given; leave one of the two out")
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import SAFE_GLOBALS
+from upshift.text import one_line
 from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.optimizer import (
     IMPLEMENTATION_OPTIONS,
@@ -359,7 +360,7 @@ def read_file(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error, limit=160)
         raise RequestError(
             f"{path} does not hold plain tensors and numbers, and nothing else is ever loaded ({reason}); resume from another "
             f"checkpoint, or start a new run from its weights with from_pretrained({str(path.parent)!r})"

@@ -37,7 +37,7 @@ class BestChoice:
 
 
 def choose_best(evaluations: list[Evaluation], *, step: int, find_damage: Callable[[int], str | None]) -> BestChoice:
-    """Return the evaluation with the lowest loss that can be loaded. Of equal losses the first one counts.
+    """Return the evaluation with the lowest loss that can be loaded. If losses are equal, the first one counts.
 
     Args:
         evaluations: all evaluations of the run, in order.

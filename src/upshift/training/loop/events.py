@@ -49,8 +49,8 @@ class OutOfMemory:
 
     step: int
     largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
-    smaller: tuple[int, ...]  # of the largest one now
-    verdict: str  # of the autopsy
+    smaller: tuple[int, ...]  # rows and tokens a row of the largest micro-batch from now on
+    verdict: str  # the verdict of the autopsy
     autopsy: str  # path of its file
 
 

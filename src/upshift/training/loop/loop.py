@@ -18,7 +18,7 @@ from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
 from upshift.record import Numbers
-from upshift.training.batches.plan_layout import layout_for
+from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable
@@ -83,7 +83,7 @@ class RunResult:
     resumed_step: int
     seconds: float
     waited_share: float  # of the steady steps' time: waiting for a core that another program used
-    cpu_seconds: float  # of this process in a steady step
+    cpu_seconds: float  # CPU time of this process in a steady step
     rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
     evaluation_rewards: tuple[RewardRow, ...] = ()
     reference_seconds: float = 0.0
@@ -531,7 +531,8 @@ class TrainingLoop:
         return next((reason for reason in all_gather_objects(damage, self.plan) if reason is not None), None)
 
     def _numbers(self, best_evaluation: Evaluation | None) -> Numbers:
-        """Return the measured numbers. ``best_evaluation``: of the checkpoint that was loaded at the end, or None."""
+        """Return the measured numbers. ``best_evaluation``: the evaluation of the checkpoint that was loaded at the end, or
+        None."""
         tokens_per_second = self.meter.tokens_per_second
         flops_per_token = self.job.model_flops_per_token
         last_losses = self.progress.losses[-LOSS_STEPS:]

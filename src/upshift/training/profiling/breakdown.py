@@ -46,7 +46,7 @@ class Span(NamedTuple):
     name: str
     start: int
     end: int
-    sequence: int = -1  # of the autograd graph: the same for an operator and for its backward function
+    sequence: int = -1  # the number in the autograd graph: the same for an operator and for its backward function
 
 
 class TimeBreakdown(NamedTuple):

@@ -34,9 +34,11 @@ from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
+from upshift.text import one_line
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch, without_pairs
-from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, UpcomingSizes, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored_rows, read_stored_rows
 from upshift.training.checkpoint.rng import seed_rng
@@ -92,7 +94,7 @@ def main(path: Path, answer: SendResult) -> None:
         with limit:
             result = join_processes(request.plan, work, request)
     except Exception as error:  # of any kind: the trial's answer is that the plan does not run, and why
-        result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
+        result = TrialResult(failure=_name_and_message(error), out_of_memory=is_out_of_memory(error))
     answer(result.changed(wall_seconds=time.perf_counter() - start))
 
 
@@ -102,10 +104,10 @@ class Batches:
 
     upcoming: Iterator[GlobalBatch]  # global batches of the run's first steps, in their order
     ahead: UpcomingSizes  # sizes of the run's steps
-    longest: GlobalBatch  # whose micro-batches hold most tokens
+    longest: GlobalBatch  # the global batch whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same for every plan, whose loss is compared
-    data_bytes: int = 0  # of the data that a whole run reads into memory; a trial reads little of it
+    data_bytes: int = 0  # what a whole run reads into memory; a trial reads little of it
     tokenizer: Any = None  # kept in memory as a run does, which saves it
     pad_token_id: int = 0
 
@@ -536,5 +538,5 @@ def _sample_by_size(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bo
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _name_and_message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -37,7 +37,7 @@ LARGEST_DRAW = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
 
 
 class Group(NamedTuple):
-    indices: tuple[int, ...]  # of its prompts, among all prompts
+    indices: tuple[int, ...]  # the indices of its prompts among all prompts
     width: int
 
 

@@ -28,11 +28,11 @@ from upshift.value import Value
 from upshift.versions import installed_version
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
 
-GRIDS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # of v5e and v6e, by chips
+GRIDS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # v5e and v6e, by chips
 GRIDS_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 NAMED_BY_CHIPS = ("v5e", "v6e")  # the size in a slice's name counts chips; for other versions it counts cores, two a chip
 COMPILER_LIBRARIES = ("jax", "libtpu")
-MAX_LINES = 12  # of the compiler's message
+MAX_LINES = 12  # the most lines of the compiler's message
 Kind = Literal["train", "generate"]
 
 
@@ -84,7 +84,7 @@ class TpuProgram(Value):
     model_hash: str
     kind: Kind
     topology: Topology
-    rows: int  # of all chips
+    rows: int  # the rows of all chips
     length: int
     max_new_tokens: int | None
     dtype: str

@@ -14,13 +14,14 @@ import tensorflow as tf
 import upshift.xla.model  # noqa: F401  # workers of TensorFlow 2.21 hang if modules are loaded after the workers have met
 from upshift.errors import RequestError
 from upshift.settings import read_tensorflow_cluster, read_tpu_name
+from upshift.text import one_line
 
 
 @dataclass(frozen=True)
 class Devices:
     """Hold the devices of a run, and the reason for choosing them."""
 
-    strategy: Any | None  # of tf.distribute; None: one device
+    strategy: Any | None  # a strategy of tf.distribute; None: one device
     reason: str
     on_tpu: bool = False
 
@@ -85,7 +86,7 @@ def _find_tpu() -> Devices | None:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, limit=200)
         raise RequestError(f"TPU {name!r} does not answer ({reason}); unset TPU_NAME to train without it") from None
     strategy = tf.distribute.TPUStrategy(resolver)
     return Devices(strategy, f"TPUStrategy: a TPU of {strategy.num_replicas_in_sync} cores answers", on_tpu=True)

@@ -48,7 +48,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Trained:
-    losses: tuple[float, ...]  # of every step of the run, those before a resume included
+    losses: tuple[float, ...]  # the loss of every step of the run, with those before a resume
     evaluations: tuple[tuple[int, float], ...]  # (step, held-out loss)
     model_directory: str
     devices: str  # with the reason for the choice

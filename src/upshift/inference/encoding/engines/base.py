@@ -105,10 +105,11 @@ def model_class(source: ModelSource, encoding_config: EncodingConfig) -> Any:
 def _forward_module(model: Any, config: EncodingConfig) -> Any:
     import torch
 
-    from upshift.models.build import encoder_of
+    from upshift.models.build import disable_cache, encoder_of
 
     if gives_states(config):
         model = encoder_of(model)
+    disable_cache(model)  # a decoder would copy keys and values that nobody reads, and OpenVINO cannot convert its cache
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:

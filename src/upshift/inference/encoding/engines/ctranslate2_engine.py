@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from upshift.atomic_file import make_once, sync_and_rename
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Batch, EncoderBuild, gives_states, run_in_order
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, gives_states, load_forward, run_in_order
+from upshift.inference.torch_settings import inference_settings
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter supports
 MAX_STREAMS = 4  # batches at once: the matrix products of one batch are too small for many cores
@@ -41,9 +44,7 @@ class CTranslate2Engine:
         )
         self.head = None
         if not gives_states(build.config):
-            from upshift.inference.encoding.engines.classifier_head import ClassifierHead
-
-            self.head = ClassifierHead(build)
+            self.head = _ClassifierHead(build)
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         """Yield each batch with its output. One more batch than there are streams is started, so that no stream waits.
@@ -66,9 +67,39 @@ class CTranslate2Engine:
         return np.array(self.encoder.forward_batch(view(ids), view(lengths), segments).last_hidden_state)
 
 
+class _ClassifierHead:
+    """A classifier without its encoder. transformers' own modules compute it from the token states of CTranslate2."""
+
+    def __init__(self, build: EncoderBuild) -> None:
+        self.setup = build.setup
+        self.forward = load_forward(build.source, build.config)
+        model = self.forward.model
+        self.encoder = _GivenStates(getattr(model.base_model, "pooler", None))
+        setattr(model, model.base_model_prefix, self.encoder)
+
+    def __call__(self, batch: Batch, states: np.ndarray) -> np.ndarray:
+        """Return class scores [B, C], or logits of tokens [B, S, L], from states [B, S, H]."""
+        self.encoder.states = torch.from_numpy(states)
+        with inference_settings(self.setup):
+            output: np.ndarray = self.forward(*map(torch.from_numpy, batch.arrays())).numpy()
+        return output
+
+
+class _GivenStates(torch.nn.Module):
+    """A module in place of the encoder. It returns given token states, and pools them as the encoder does."""
+
+    def __init__(self, pooler: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+        self.states = torch.empty(0)
+
+    def forward(self, *_: object, **__: object) -> BaseModelOutputWithPooling:
+        pooled = None if self.pooler is None else self.pooler(self.states)
+        return BaseModelOutputWithPooling(last_hidden_state=self.states, pooler_output=pooled)
+
+
 def _convert(build: EncoderBuild, path: Path) -> None:
     """Convert the model. The folder ``path`` appears only when it is complete."""
-    import torch
     from ctranslate2.converters import TransformersConverter
 
     class Converter(TransformersConverter):  # type: ignore[misc]  # ctranslate2 has no types

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 mkldnn = torch.ops.mkldnn
 IDENTITIES = (aten.dropout.default, aten.detach.default)  # they change nothing in a model that does not train
 ACTIVATIONS = {aten.gelu.default: "gelu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.silu.default: "swish"}
-REGISTER_NUMBERS = 32  # of bf16 in a register of AVX-512
+REGISTER_NUMBERS = 32  # numbers in bf16 that a register of AVX-512 holds
 MAX_SHORT_ROW = 512  # tokens; the scores of longer rows do not fit into a core's caches
 
 

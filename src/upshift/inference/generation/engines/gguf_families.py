@@ -18,7 +18,7 @@ TANH = ("gelu_new", "gelu_pytorch_tanh").__contains__
 SILU = ("silu", "swish").__contains__
 COMMON_ROPES = ("default", "linear")
 ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
-TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # of Conv1D, whose weights are [inputs, outputs]
+TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # weights of Conv1D, which are [inputs, outputs]
 
 Change = Callable[[str, Any, Any], Any]  # from name in transformers, tensor and config to the tensor for llama.cpp
 
@@ -158,7 +158,7 @@ def _positions(config: Any) -> int:
 
 
 def describe(writer: Any, config: Any, family: Family) -> None:
-    """Write the sizes into ``writer``, a gguf.GGUFWriter. Of the vocabulary only the size is written."""
+    """Write the sizes into ``writer``, a gguf.GGUFWriter. Write the size of the vocabulary, and no words."""
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(_positions(config))

@@ -139,8 +139,8 @@ class LlamaCppDecoder(NoExtension):
         return self._context.run(tokens, positions, np.repeat([row.sequence for row in rows], sizes), is_last)
 
 
-MAX_CALL_TOKENS = 2048  # of one call; llama.cpp splits it into passes of 512
-MIN_CELLS = 256  # of the buffer; its size is a multiple of it. A larger buffer makes every step slower (docs/log.md)
+MAX_CALL_TOKENS = 2048  # tokens of one call; llama.cpp splits it into passes of 512
+MIN_CELLS = 256  # the buffer's size is a multiple of it. A larger buffer makes every step slower (docs/log.md)
 FLASH_CELLS = 1024  # from this size on, flash attention is as fast for one sequence
 
 

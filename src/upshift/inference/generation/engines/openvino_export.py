@@ -20,6 +20,7 @@ from upshift.inference.openvino_runtime import fp16_weights
 from upshift.internals.openvino_names import STATEFUL
 from upshift.models.kv_cache import returned_cache, with_cache
 from upshift.models.source import ModelSource
+from upshift.text import one_line
 
 ANY = -1  # a dynamic size
 MAX_TRACE_DIFFERENCE = 1e-3  # relative to the largest output: a trace runs the same kernels in the same order
@@ -81,7 +82,7 @@ def _check_trace(traced_step: Any, step: Any, other_inputs: tuple[Any, ...]) -> 
         difference = f"differs by {largest_difference:.1e}"
     except RuntimeError as error:  # shapes that do not match
         largest_difference = float("inf")
-        difference = " ".join(str(error).split())[-120:]
+        difference = one_line(error, limit=None)[-120:]
     if not largest_difference <= MAX_TRACE_DIFFERENCE:
         raise RequestError(
             f"a trace of this model is wrong for other lengths or tokens ({difference}), so OpenVINO cannot run it"

@@ -55,9 +55,10 @@ class ScoredToken(NamedTuple):
 class Progress(NamedTuple):
     """Hold what one step of an engine gave to a request.
 
-    ``logits``: [tokens, V] fp32, if the request wants them. ``scores``: of the tokens, if the request wants them.
-    ``prompt_scores``: of all tokens of the prompt but the first, which come before the first new token. ``cached_tokens``: of the
-    prompt, which the engine had computed before. ``refusal``: why the engine does not take the request."""
+    ``logits``: [tokens, V] fp32, if the request wants them. ``scores``: the scores of the tokens, if the request wants them.
+    ``prompt_scores``: the scores of all tokens of the prompt but the first. They come before the first new token.
+    ``cached_tokens``: the tokens of the prompt that the engine had computed before. ``refusal``: why the engine does not take
+    the request."""
 
     request: int
     tokens: Sequence[int]
@@ -73,8 +74,8 @@ class TextEngine(Protocol):
     """An engine that takes whole requests."""
 
     weight_bytes: int  # read in every step
-    positions: int  # of a prompt with its answer
-    cache_tokens: int | None  # of all requests together; None: unknown
+    positions: int  # the most tokens of a prompt with its answer
+    cache_tokens: int | None  # the tokens that fit for all requests together; None: unknown
 
     @property
     def pids(self) -> list[int]:
@@ -118,14 +119,14 @@ class TextEngine(Protocol):
         ...
 
 
-Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # of processes, by their numbers; None: the process has ended
+Answers = queue.Queue[tuple[int, dict[str, Any] | None]]  # the number of a process, and its answer; None: the process has ended
 
 
 class EngineProcess:
     """A process that runs a worker script under another interpreter.
 
-    ``name``: of the engine, for messages. Its processes form a session, and end together. Its answers go into ``answers`` with
-    its ``number``. At its end it sets ``ended``."""
+    ``name``: the engine's name, for messages. Its processes form a session, and end together. Its answers go into ``answers``
+    with its ``number``. At its end it sets ``ended``."""
 
     def __init__(
         self,
@@ -233,13 +234,13 @@ class ProcessEngine:
             EngineProcess(self.name, python, worker, environment, self._answers, self._ended, number)
             for number, environment in enumerate(environments)
         ]
-        self._replicas: dict[int, int] = {}  # of the running requests
+        self._replicas: dict[int, int] = {}  # the replica of each running request
         self._extras: dict[str, dict[int, Any]] = {}  # by the kind of message, then by request, until its tokens come
         self._next_number = 1
         self._send_all({"start": dict(arguments), "adapters": list(adapters)})
         ready = [self._receive()["ready"] for _ in self._processes]
-        self.positions: int = min(one["positions"] for one in ready)
-        tokens = [one["cache_tokens"] for one in ready if one.get("cache_tokens")]
+        self.positions: int = min(message["positions"] for message in ready)
+        tokens = [message["cache_tokens"] for message in ready if message.get("cache_tokens")]
         self.cache_tokens = sum(tokens) if len(tokens) == len(ready) else None
 
     @property
@@ -260,7 +261,7 @@ class ProcessEngine:
         numbers = []
         running = Counter(self._replicas.values())
         for number, request in enumerate(requests, start=self._next_number):
-            replica = min(range(len(self._processes)), key=lambda one: running[one])
+            replica = min(range(len(self._processes)), key=lambda index: running[index])
             running[replica] += 1
             self._replicas[number] = replica
             messages[replica].append({"id": number, **request._asdict()})
@@ -351,7 +352,7 @@ class ProcessEngine:
 
 def _read_scores(rows: Iterable[Sequence[Any]]) -> list[ScoredToken]:
     return [
-        ScoredToken(token, logprob, tuple((int(one), float(value)) for one, value in top), rank)
+        ScoredToken(token, logprob, tuple((int(other), float(value)) for other, value in top), rank)
         for token, logprob, top, rank in rows
     ]
 

@@ -69,7 +69,7 @@ class StaticKvCache:
         ]
         self.mask = torch.zeros((rows, capacity), dtype=torch.long, device=cache.layers[0].keys.device)
         self._steps: dict[int, GraphStep] = {}  # by rows
-        self._stored_keys: list[torch.Tensor] = []  # of each layer, as ``store`` has set them in the decoder's cache
+        self._stored_keys: list[torch.Tensor] = []  # the keys of each layer, as ``store`` has set them in the decoder's cache
 
     def load(self, cache: Any, mask: np.ndarray) -> None:
         """Copy the decoder's cache if rows were added or removed since the last step, and mark the padding."""

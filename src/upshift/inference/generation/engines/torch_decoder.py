@@ -322,7 +322,7 @@ class CacheBuffer:
     the strides do not depend on C: a compiled layer is specialized to its strides."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []  # of keys, and of values
+        self._buffers: list[torch.Tensor] = []  # the keys, and the values
         self._view: CacheView | None = None
 
     def view_next(self, layer: Any) -> CacheView:

@@ -91,7 +91,7 @@ class TransformersDecoder(NoExtension):
         self._pad = padding_of(self.model.config.get_text_config(decoder=True)) or 0  # some models find padding by its id
         self._options = _plain_options(self.model, self._pad)
         self._loop: GenerateLoop | None = None
-        self._rows: list[int] = []  # of generate()'s rows, those that the caller keeps
+        self._rows: list[int] = []  # the rows of generate() that the caller keeps
         self._width = 0  # generate()'s rows
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:

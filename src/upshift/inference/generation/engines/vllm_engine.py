@@ -15,6 +15,7 @@ from upshift.hardware import detect
 from upshift.hardware.cpu_affinity import allowed_cpus, cores_of, one_per_core
 from upshift.hardware.spec import Host
 from upshift.inference.adapters import engine_arguments
+from upshift.inference.computing_device import free_memory
 from upshift.inference.engine_environment import DTYPES, WORKER, EngineArguments
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.text_engine import ProcessEngine
@@ -23,7 +24,7 @@ from upshift.inference.generation.model import cache_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.registry import EngineSetup, Precision
-from upshift.inference.weights import count_parameters, free_memory
+from upshift.inference.weights import count_parameters
 from upshift.models.config import heads_of
 from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource
@@ -32,7 +33,7 @@ from upshift.units import GIB
 
 DTYPE_OF_PRECISION = {precision: dtype for dtype, precision in DTYPES.items()}
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-CACHE_SHARE = 0.25  # of a CPU's free memory, for keys and values
+CACHE_SHARE = 0.25  # the share of a CPU's free memory that keys and values may take
 LEAST_GIB = 1  # vLLM takes whole GiB
 MIN_TEMPERATURE = 0.01  # vLLM raises a smaller one to it
 # The options of generation that vLLM has, beside the lengths and the seed.

@@ -183,7 +183,7 @@ def read_scores(tokens: list[int], rows: Any, count: int) -> list[list[Any]]:
     vLLM's rows have the likeliest tokens, and the token itself, too, if it is none of them."""
     scores = []
     for token, row in zip(tokens, rows, strict=True):
-        ordered = sorted((one.rank, other, one.logprob) for other, one in row.items())
+        ordered = sorted((entry.rank, other, entry.logprob) for other, entry in row.items())
         top = [[other, logprob] for _, other, logprob in ordered[:count]]
         scores.append([token, row[token].logprob, top, row[token].rank])
     return scores

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from upshift.inference.media.items import Modality
+from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaConfig
 from upshift.inference.registry import EngineSetup
 from upshift.models.source import ModelSource

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.items import Modality
+from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaForward, load_model
 from upshift.inference.openvino_runtime import core, make_model_file
 

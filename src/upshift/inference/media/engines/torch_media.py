@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.items import Modality
+from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaForward, load_model
 from upshift.inference.torch_settings import DTYPES, inference_settings
 

@@ -1,4 +1,4 @@
-"""Derive the layout and the objective of batches from a plan and a model."""
+"""Find the objective of a model: the loss that it is trained with, and the batches that this loss needs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ from upshift.errors import RequestError
 from upshift.models.build import choose_class
 from upshift.models.profile_cache import check_token_ids, isolation_of
 from upshift.models.source import ModelSource
-from upshift.planning.plan import Plan
-from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective, objective_for
-
-
-def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
-    """Return the layout for one data-parallel rank."""
-    return Layout(
-        micro_batch=plan.per_device_train_batch_size,
-        packing=plan.packing,
-        flatten=plan.flattens,
-        pad_multiple=plan.pad_multiple,
-        # Most causal models ignore padding on the right of a text, and so do their losses.
-        mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
-        pads=objective.padding != "none",
-        rows_together=objective.rows_together,
-        rank=data_rank,
-        world_size=plan.data_parallel,
-    )
 
 
 def find_objective(source: ModelSource, *, tokenizer: Any = None, has_rewards: bool = False) -> Objective:

@@ -21,7 +21,7 @@ MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SOUND_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 FORMS = '{"image": "a.png"}, {"audio": "a.wav"} or {"text": "..."}'
-SAMPLE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}  # of a .wav file, by its bytes a sample
+SAMPLE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}  # the type of a .wav file's samples, by the bytes of a sample
 
 
 class MediaItem(NamedTuple):
@@ -79,8 +79,8 @@ def _read_folder(folder: Path) -> list[MediaItem]:
             continue
         modality = modality_of(file)
         if modality is None or not file.is_file():
-            known = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
-            raise RequestError(f"--input {folder} has {file.name}, which is no image or sound ({known}); move it elsewhere")
+            suffixes = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
+            raise RequestError(f"--input {folder} has {file.name}, which is no image or sound ({suffixes}); move it elsewhere")
         items.append(MediaItem(modality, str(file), str(file)))
     if not items:
         raise RequestError(f"--input {folder} has no files; give a folder of images or sounds")
@@ -141,7 +141,7 @@ def sound_header(item: MediaItem) -> tuple[int, float]:
                 if file.getsampwidth() in SAMPLE_TYPES and file.getnframes() > 0:
                     return file.getframerate(), file.getnframes() / file.getframerate()
         except (OSError, EOFError, wave.Error):
-            pass  # of another form than PCM: the library below may read it, or says why not
+            pass  # not PCM: the library below may read it, or says why not
     info = _with_soundfile(item, lambda library: library.info(item.content))
     if not info.frames:
         raise RequestError(f"{_named(item)} has no samples; replace it, or leave it out")
@@ -165,7 +165,7 @@ def read_sound(item: MediaItem) -> Sound:
 
 def _as_floats(data: np.ndarray, channels: int) -> np.ndarray:
     """Return samples from -1 to 1 of PCM samples, the mean of the channels."""
-    middle = 128 if data.dtype == np.uint8 else 0  # of 8 bits, which have no sign
+    middle = 128 if data.dtype == np.uint8 else 0  # samples of 8 bits have no sign
     scale = np.iinfo(data.dtype).max + 1 - middle
     samples = (data.astype(np.float64) - middle) / scale
     mean: np.ndarray = samples.reshape(-1, channels).mean(axis=1).astype(np.float32)

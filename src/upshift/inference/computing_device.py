@@ -1,0 +1,52 @@
+"""Choose the device that runs models in inference, and check that a model fits into its memory."""
+
+from __future__ import annotations
+
+from upshift.errors import NothingFits
+from upshift.hardware import detect
+from upshift.hardware.spec import Host
+from upshift.hardware.torch_build import check_torch_uses_gpus
+from upshift.inference.registry import EngineName, Precision
+from upshift.inference.weights import needed_memory
+from upshift.models.source import ModelSource
+from upshift.units import format_bytes
+
+
+def computing_host(stored: EngineName | None = None) -> Host:
+    """Return this machine with the device that runs models: one GPU if torch uses it, or else the CPU.
+
+    ``stored`` is the only engine that loads the weights. Other engines than torch use the CPU."""
+    import torch
+
+    host = detect()
+    if host.device == "cuda" and stored in (None, "torch"):
+        check_torch_uses_gpus(host)
+        if torch.cuda.is_available():
+            return host.one_device()
+    return host.cpu_alone()
+
+
+def free_memory(host: Host) -> int | None:
+    """Return the free bytes on the device that runs the model."""
+    device = host.gpu or host.cpu
+    return None if device is None else device.free_memory_bytes
+
+
+def reference_precision(source: ModelSource, host: Host) -> Precision:
+    """Return the precision of transformers at the start of a race: fp32, or 16 bits on a GPU that is too small for fp32."""
+    free_bytes = free_memory(host)
+    if host.gpu is None or free_bytes is None or needed_memory(source, "fp32") <= free_bytes:
+        return "fp32"
+    return "fp16" if host.supports("bf16") is False else "bf16"
+
+
+def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
+    """Raise NothingFits if the reference, with which every race begins, does not fit into the free memory."""
+    free_bytes = free_memory(host)
+    needed_bytes = needed_memory(source, reference)
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise NothingFits(
+            f"running {source.reference!r} takes {format_bytes(needed_bytes)}, as a race begins with transformers in "
+            f"{reference}, and {format_bytes(free_bytes)} of memory is free; free some, or look what fits where: upshift plan "
+            "MODEL --generate"
+        )
