@@ -57,6 +57,12 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
+def join_names(names: Iterable[Any]) -> str:
+    """Return names from data with commas between them, in one line: what cannot be printed is escaped. No names: ``none``."""
+    texts = map(str, names)
+    return ", ".join(text if text.isprintable() else repr(text)[1:-1] for text in texts) or "none"
+
+
 def fill_null_contents(messages: Messages, write: Callable[[Messages], str | None]) -> list[dict[str, Any]]:
     """Return the messages, with contents that are null or missing in the form that the chat template accepts.
 

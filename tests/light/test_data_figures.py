@@ -11,8 +11,8 @@ import pytest
 from upshift.errors import RequestError
 from upshift.training.data import tokens as data_tokens
 from upshift.training.data.chat_rows import Columns, read_chat
-from upshift.training.data.corpus import IGNORED, _check_ids, _to_integers
 from upshift.training.data.file_content import refuse_json_records
+from upshift.training.data.rows.token_rows import IGNORED, _check_ids, _to_integers
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap, with_special_tokens
 from upshift.training.data.tokens import (
     TokenFile,

@@ -106,10 +106,12 @@ def values(name: str, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_commands(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = "base_model: MODEL\ndatasets: [{path: chats.jsonl, type: chat_template}]\n"  # --from-axolotl reads it
-    (tmp_path / "PATH").write_text(config)
+    axolotl = "base_model: MODEL\ndatasets: [{path: chats.jsonl, type: chat_template}]\n"
+    llama_factory = "model_name_or_path: MODEL\ndataset: chats\ndataset_dir: .\n"
+    (tmp_path / "dataset_info.json").write_text('{"chats": {"file_name": "chats.jsonl"}}')
     broken = []
     for number, line, whole in shown(path):
+        (tmp_path / "PATH").write_text(llama_factory if "--from-llama-factory" in line else axolotl)
         try:
             check(line, whole)
         except RequestError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from upshift.cli.train import expand, parse
 from upshift.cli.usage.axolotl_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
 from upshift.cli.usage.run_file import file_parameters, key_of
 from upshift.errors import RequestError
+from upshift.training.data.rows.data_set import read_description
 
 COMMAND: Any = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
 CONFIG: dict[str, Any] = {
@@ -44,7 +46,7 @@ def refusal(folder: Path, *words: str, **keys: Any) -> str:
 
 PLAIN = {
     "model": "org/model", "data": "chats.jsonl", "data_format": "messages", "learning_rate": 2e-4, "global_batch": 1,
-    "lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "long_rows": "drop",
+    "lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "long_rows": "drop", "loss_on": "assistant-content",
 }  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"micro_batch_size": 3, "gradient_accumulation_steps": 4}, {"global_batch": 12}),
         ({"num_epochs": 3, "max_steps": None, "seed": 7}, {"epochs": 3.0, "seed": 7}),
         ({"sequence_len": 512, "excess_length_strategy": "truncate"}, {"sequence_length": 512, "long_rows": "cut"}),
-        ({"train_on_inputs": True, "train_on_eos": None}, {"loss_on": "all"}),
+        ({"train_on_inputs": True, "train_on_eos": None}, {"loss_on": "content"}),
         ({"warmup_steps": 10, "warmup_ratio": 0.1}, {"warmup_steps": 10, "warmup_ratio": None}),
         ({"bf16": True, "tf32": True, "flash_attention": True}, {"set_": ["precision=bf16"]}),
         ({"bf16": "auto", "fp16": False}, {}),
@@ -70,13 +72,14 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]}, {"eval_data": "held-out.jsonl"}),
         ({"special_tokens": {"pad_token": "<pad>", "eos_token": None}, "chat_template": "tokenizer_default"}, {}),
         ({"rl": "dpo", "rl_beta": 0.3, "datasets": [{"path": "p.jsonl", "type": "chat_template.argilla_chat"}]},
-         {"objective": "dpo", "dpo_beta": 0.3, "data": "p.jsonl", "data_format": "preference", "long_rows": None}),
+         {"objective": "dpo", "dpo_beta": 0.3, "data": "p.jsonl", "data_format": "preference", "long_rows": None,
+          "loss_on": None}),
         ({"datasets": [{"path": "json", "data_files": "t.jsonl", "type": "completion", "field": "body"}]},
-         {"data": "t.jsonl", "text_column": "body", "data_format": None, "long_rows": None}),
+         {"data": "t.jsonl", "text_column": "body", "data_format": None, "long_rows": None, "loss_on": None}),
         ({"datasets": [{"path": "c.jsonl", "type": "chat_template", "field_messages": "conversations"}]},
          {"data": "c.jsonl", "data_format": "conversations"}),
         ({"datasets": [{"path": "ids.parquet", "type": None}]},
-         {"data": "ids.parquet", "data_format": "input_ids", "long_rows": None}),
+         {"data": "ids.parquet", "data_format": "input_ids", "long_rows": None, "loss_on": None}),
     ],
     ids=str,
 )  # fmt: skip
@@ -84,6 +87,46 @@ def test_keys_become_the_options_of_the_same_meaning(keys: dict[str, Any], expec
     keys.pop("train_on_eos", None)
     found = options(tmp_path, **keys)
     assert found == {name: value for name, value in (PLAIN | expected).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("data_sets", "expected"),
+    [
+        ([{"path": "c.jsonl", "type": "chat_template", "split": "train[:10%]"}],
+         {"data": "c.jsonl", "data_format": "messages", "split": "train[:10%]", "loss_on": "assistant-content"}),
+        ([{"path": "s.jsonl", "type": "input_output"}], {"data": "s.jsonl", "data_format": "segments"}),
+        ([{"path": "a.jsonl", "type": "alpaca"}], [{"path": "a.jsonl", "template": "axolotl/alpaca"}]),
+        ([{"path": "a.jsonl", "type": "alpaca:chat"}, {"path": "b", "type": "alpaca_chat.load_qa", "split": "test"}],
+         [{"path": "a.jsonl", "template": "axolotl/alpaca:chat"},
+          {"path": "b", "split": "test", "template": "axolotl/alpaca_chat.load_qa"}]),
+        ([{"path": "c", "type": "chat_template", "field_messages": "turns",
+           "message_property_mappings": {"role": "who", "content": "says"}, "roles": {"assistant": ["bot"]}}],
+         [{"path": "c", "format": "messages", "columns": {"messages": "turns", "tools": "tools"},
+           "message_fields": {"role": "who", "content": "says"}, "roles": {"bot": "assistant"}, "loss_on": "assistant-content"}]),
+        ([{"path": "q", "type": {"field_instruction": "q", "format": "{instruction}? {input} ", "system_prompt": "Be brief."}}],
+         [{"path": "q", "prompt": {
+             "instruction": "{q}", "input": "{input}", "output": "{output}", "with_input": "{instruction}? {input} ",
+             "without_input": "{instruction} ", "system": "{system}", "system_column": "system",
+             "default_system": "Be brief."}}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_data_sets_become_options_or_a_description(data_sets: list[Any], expected: Any, tmp_path: Path) -> None:
+    found = options(tmp_path, datasets=data_sets)
+    if isinstance(expected, dict):
+        assert {name: found.get(name) for name in expected} == expected
+    else:
+        assert json.loads(found["data"]) == expected and not {"data_format", "split", "loss_on"} & found.keys()
+        described = read_description(found["data"])
+        assert described is not None and [data_set.path for data_set in described.data_sets] == [e["path"] for e in data_sets]
+    assert found["long_rows"] == "drop"
+
+
+def test_evaluation_data_of_the_same_rows_is_a_path(tmp_path: Path) -> None:
+    chats = {"path": "c.jsonl", "type": "chat_template"}
+    assert options(tmp_path, datasets=[chats], test_datasets=[chats | {"path": "e.jsonl"}])["eval_data"] == "e.jsonl"
+    found = options(tmp_path, datasets=[chats], test_datasets=[{"path": "e.jsonl", "type": "alpaca"}])
+    assert json.loads(found["eval_data"]) == [{"path": "e.jsonl", "template": "axolotl/alpaca"}]
 
 
 def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
@@ -100,12 +143,13 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
     [
         ({"sample_packin": True}, "sample_packin (unknown; did you mean sample_packing"),
         ({"sample_packin": False}, "sample_packin (unknown"),
-        ({"datasets": [{"path": "a"}, {"path": "b"}]}, "datasets (give one data set"),
-        ({"datasets": [{"path": "a", "type": "alpaca"}]}, "datasets.type alpaca (Axolotl writes '### Instruction:'; add"),
-        ({"datasets": [{"path": "a", "type": {"field_output": "out"}}]}, "datasets.type of your own ("),
-        ({"datasets": [{"path": "a", "type": "chat_template", "field_messages": "turns"}]}, "datasets.field_messages turns ("),
+        ({"datasets": "a.jsonl"}, "datasets (it must be a list of data sets)"),
+        ({"datasets": [{"path": "a", "type": "sharegpt"}]}, "datasets.type sharegpt (use chat_template"),
+        ({"datasets": [{"path": "a", "type": {"format": "x", "formt": "y"}}]}, "datasets.type.formt (unknown; did you mean"),
+        ({"datasets": [{"path": "a", "type": {"field_output": "out.put"}}]}, "datasets.type.field_output out.put (rename"),
+        ({"datasets": [{"path": "a", "type": "alpaca", "shards": 4}]}, "datasets.shards ("),
         ({"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"]}]}, "datasets.roles_to_train ("),
-        ({"datasets": [{"path": "a", "type": "chat_template", "split": "train[:9%]"}]}, "datasets.split ("),
+        ({"datasets": [{"path": "a", "type": "chat_template", "train_on_eot": "all"}]}, "datasets.train_on_eot ("),
         ({"evals_per_epoch": 4}, "evals_per_epoch (add --eval-steps N)"),
         ({"save_steps": 0.1}, "save_steps 0.1 (add --save-steps N, a number of steps)"),
         ({"lr_scheduler": "rex"}, "lr_scheduler rex ("),

@@ -40,6 +40,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "text_column": ("--text-column body", "body"),
     "data_format": ("--data-format alpaca", "alpaca"),
     "loss_on": ("--loss-on all", "all"),
+    "split": ("--split train[:10%]", "train[:10%]"),
     "long_rows": ("--long-rows drop", "drop"),
     "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),

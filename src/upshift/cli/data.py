@@ -20,6 +20,7 @@ from upshift.cli.options import (
     Model,
     ObjectiveOption,
     SequenceLength,
+    SplitOption,
     TextColumn,
     data_options_of,
     option,
@@ -66,6 +67,7 @@ def show(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    split: SplitOption = None,
     long_rows: LongRowsOption = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
@@ -122,6 +124,7 @@ def to_tfrecord(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    split: SplitOption = None,
     long_rows: LongRowsOption = None,
     seed: Seed = 42,
 ) -> None:

@@ -139,7 +139,10 @@ SHARDED_STATES = get_args(FullyShard)
 Model = Annotated[
     str, argument("MODEL", "A folder with a Hugging Face model, a config.json, or a model id of the Hugging Face Hub.")
 ]
-DATA_TEXT = "The training data: text files, JSON, CSV, Parquet, a folder of them, or a saved datasets directory"
+DATA_TEXT = (
+    "The training data: text files, JSON, CSV, Parquet, a folder of them, a saved datasets directory, or a YAML file that lists "
+    "several"
+)
 SequenceLength = Annotated[
     int | None,
     option(
@@ -342,8 +345,16 @@ DataFormat = Annotated[
 LossOnOption = Annotated[
     str | None,
     option(
-        "--loss-on", text="What is learned of chats and prompts: the assistant's turns and completions, or all tokens",
+        "--loss-on",
+        text="What is learned of chats and prompts: the assistant's turns, their contents, those of all turns, or all tokens",
         panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
+    ),
+]  # fmt: skip
+SplitOption = Annotated[
+    str | None,
+    option(
+        "--split", text="The split of --data to train on, or a range of its rows, such as train[:10%].", panel=Panel.ROWS,
+        metavar="NAME", default="train",
     ),
 ]  # fmt: skip
 ObjectiveOption = Annotated[

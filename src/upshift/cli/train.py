@@ -26,6 +26,7 @@ from upshift.cli.options import (
     Overwrite,
     SequenceLength,
     Set,
+    SplitOption,
     TextColumn,
     check_file,
     option,
@@ -35,8 +36,8 @@ from upshift.cli.options import (
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
-from upshift.cli.usage.commands import HelpCommand
-from upshift.cli.usage.from_axolotl import expand_axolotl
+from upshift.cli.usage.commands import FOREIGN_READERS, HelpCommand
+from upshift.cli.usage.foreign_config import expand_foreign
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.cli.usage.run_file import expand_file
@@ -111,6 +112,13 @@ DpoBeta = Annotated[
     option(
         "--dpo-beta", text="With --objective dpo: a larger value keeps the model closer to what it was.",
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+CenterRewardsCoefficient = Annotated[
+    float,
+    option(
+        "--center-rewards-coefficient", panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+        text="With --objective reward: a larger value keeps the rewards closer to 0, such as 0.01.",
     ),
 ]  # fmt: skip
 MupBase = Annotated[
@@ -204,6 +212,13 @@ FromAxolotl = Annotated[
         text="Read an Axolotl config, print the options that it becomes, and train. With --init, write them to a file instead.",
     ),
 ]  # fmt: skip
+FromLlamaFactory = Annotated[
+    Path | None,
+    option(
+        "--from-llama-factory", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Read a LLaMA-Factory config, print the options that it becomes, and train. With --init, write them to a file.",
+    ),
+]  # fmt: skip
 Init = Annotated[
     Path | None,
     option(
@@ -250,6 +265,7 @@ def command(
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     dpo_beta: DpoBeta = BETA,
+    center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
@@ -261,6 +277,7 @@ def command(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    split: SplitOption = None,
     long_rows: LongRowsOption = None,
     plan: PlanFile = None,
     set_: Set = None,
@@ -275,6 +292,7 @@ def command(
     config: Config = None,  # HelpCommand reads and writes these files, before it calls this function
     init: Init = None,
     from_axolotl: FromAxolotl = None,
+    from_llama_factory: FromLlamaFactory = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals() | adapter.model_dump())
@@ -307,12 +325,15 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Return the words that follow ``upshift train``, with the options of the files of --config and --from-axolotl in them.
+    """Return the words that follow ``upshift train``, with the options of the files that it names in them.
 
     Another host, which runs the command, need not have the file. ``words``: those that ``parse`` takes."""
     command_parser = _parser()
     context = command_parser.context_class(command_parser, info_name=NAME)
-    return expand_file(context.command, context, expand_axolotl(context.command, context, words))
+    expanded = list(words)
+    for parameter, read in FOREIGN_READERS.items():
+        expanded = expand_foreign(context.command, context, expanded, parameter=parameter, read=read)
+    return expand_file(context.command, context, expanded)
 
 
 def _context_of(words: Sequence[str]) -> Any:

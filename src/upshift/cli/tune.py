@@ -27,6 +27,7 @@ from upshift.cli.options import (
     Model,
     SequenceLength,
     Set,
+    SplitOption,
     TextColumn,
     check_file,
     data_options_of,
@@ -178,6 +179,7 @@ TRAINING_OPTIONS = (  # options of this command that change a training, and that
     "text_column",
     "data_format",
     "loss_on",
+    "split",
     "long_rows",
     "seed",
     "set_",
@@ -213,6 +215,7 @@ def command(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    split: SplitOption = None,
     long_rows: LongRowsOption = None,
     seed: Seed = 42,
     set_: Set = None,
@@ -237,7 +240,7 @@ def command(
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, fixed=tuple(set_ or ()), allow=split_names(allow),
             from_config=from_config, text_column=of_data.text_column, data_format=of_data.data_format,
-            loss_on=of_data.loss_on, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
+            loss_on=of_data.loss_on, split=of_data.split, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
             **adapter.model_dump(),
         )  # fmt: skip
     if html is not None:

@@ -41,6 +41,9 @@ class Arguments(Value):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    center_rewards_coefficient: float = Field(
+        0.0, ge=0, description="of reward models: the weight of the squared sum of a pair's rewards, which centers them at 0"
+    )
     dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
     seed: int = Field(42, ge=0, lt=SEEDS)
     logging_steps: int = Field(0, ge=0, description="0: no step is logged")
@@ -125,6 +128,11 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
         request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+        center = checked.center_rewards_coefficient
+        if center and request.objective != "reward":
+            raise RequestError(
+                f"--center-rewards-coefficient {center:g} is for --objective reward; add --objective reward, or leave it out"
+            )
         if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
         if checked.warmup_ratio is not None and checked.warmup_steps:

@@ -20,7 +20,7 @@ from upshift.benchmarking.meters import resident_bytes, tensor_bytes
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.batches.collate import MicroBatch
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.units import GIB, format_bytes, gib
 from upshift.value import Value
 

@@ -29,8 +29,9 @@ class Rewards:
 class PreferenceLoss:
     """Computes the loss of pairs, and adds up their rewards until they are read."""
 
-    def __init__(self, beta: float = BETA) -> None:
+    def __init__(self, beta: float = BETA, center_coefficient: float = 0.0) -> None:
         self.beta = beta
+        self.center_coefficient = center_coefficient
         self._sums: torch.Tensor | None = None  # pairs, correct ones, rewards of the chosen and of the rejected answers
 
     def mean_loss(self, log_probabilities: torch.Tensor, reference: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
@@ -53,14 +54,18 @@ class PreferenceLoss:
     def mean_loss_of_rewards(self, rewards: torch.Tensor, margins: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return the mean loss of pairs whose rewards [rows] the model gives: -log(sigmoid(chosen - rejected - margin)).
 
-        Touvron et al., "Llama 2", 2023 (arXiv:2307.09288), equation 2, as in TRL. ``margins``: one for each pair [rows / 2].
-        ``counts``: whether the rewards of these pairs are added up.
+        Touvron et al., "Llama 2", 2023 (arXiv:2307.09288), equation 2, as in TRL. With a coefficient, it times the mean of
+        (chosen + rejected)^2 is added: Eisenstein et al., "Helping or Herding?", 2023 (arXiv:2312.09244), section 2.
+        ``margins``: one for each pair [rows / 2]. ``counts``: whether the rewards of these pairs are added up.
         """
         chosen = rewards[0::2]
         rejected = rewards[1::2]
         if counts:
             self._add(chosen.detach(), rejected.detach())
-        return -functional.logsigmoid(chosen - rejected - margins).mean()
+        loss = -functional.logsigmoid(chosen - rejected - margins).mean()
+        if self.center_coefficient:
+            loss = loss + self.center_coefficient * (chosen + rejected).square().mean()
+        return loss
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         num_pairs = torch.full((), float(len(chosen)), device=chosen.device)

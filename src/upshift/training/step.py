@@ -76,7 +76,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
-        self.preference = PreferenceLoss(arguments.dpo_beta)
+        self.preference = PreferenceLoss(arguments.dpo_beta, arguments.center_rewards_coefficient)
         self._copies = copies
         self.memory_at_failure: MemoryReadings
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None

@@ -25,7 +25,7 @@ from transformers import ByT5Tokenizer
 from upshift.training.data import data_files
 from upshift.training.data.chat_places import num_shared
 from upshift.training.data.chat_template import TemplateWriter
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 
 USER = {"role": "user", "content": "which road"}
 ANSWER = {"role": "assistant", "content": "<think>the trees</think>the north"}

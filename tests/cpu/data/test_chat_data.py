@@ -37,10 +37,11 @@ from upshift.models.source import find_model
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data import chat_template, chat_tokens
-from upshift.training.data.corpus import IGNORED, read_corpus
+from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import load_data, prepare_data, read_whole_documents, save_data
+from upshift.training.data.rows.token_rows import IGNORED
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"count": 2, "road": "north"}}}
 TOOL = {

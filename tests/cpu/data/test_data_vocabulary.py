@@ -10,7 +10,7 @@ import pytest
 
 from upshift.training.batches.objective import Objective
 from upshift.training.data import dataset
-from upshift.training.data.corpus import TokenRow
+from upshift.training.data.rows.token_rows import TokenRow
 from upshift.training.data.tokens import TokenizedCorpus
 
 

@@ -11,7 +11,7 @@ from chat_models import CALLS, HEADER, PROMPT, TOOLS, byte_level_tokenizer, rows
 from upshift.inference.generation.prompts import Prompts
 from upshift.models.source import find_model
 from upshift.training.data import data_files
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "find", "arguments": {"road": "None"}}}

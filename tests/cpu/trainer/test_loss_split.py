@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from upshift.training.batches.user_batches import RowBatch
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.loss_split import (
     LossProbes,
     Split,

@@ -367,9 +367,7 @@ def test_callbacks_stop_and_log_the_same(tmp_path: Path) -> None:
     np.testing.assert_allclose(logs[0][2], logs[1][2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"), [("neftune_noise_alpha", 5), ("parallelism_config", ParallelismConfig())], ids=("noise", "degrees")
-)
+@pytest.mark.parametrize(("argument", "value"), [("parallelism_config", ParallelismConfig())], ids=("degrees",))
 def test_what_cannot_be_honoured_is_named(argument: str, value: Any, tmp_path: Path) -> None:
     task = causal_lm()
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, **{argument: value})

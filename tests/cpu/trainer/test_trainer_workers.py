@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_trainer_options import a_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
 from upshift.training.hf_trainer.choose_plan import NoSample, count_workers, draw_sample
 from upshift.training.hf_trainer.loss_state import DataWatch
@@ -31,6 +31,38 @@ def test_a_stream_is_read_by_one_process() -> None:
         reason = draw_sample(loader, accumulation=1).why_no_workers
         found, message = count_workers(1.0, 1.0, device="cuda", num_cores=8, why_none=reason)
         assert (found, "repeat its rows" in message) == (num_workers, num_workers == 0)
+
+
+class OneDataSetEach(BatchSampler):
+    """Batches of one of two data sets each, in an order that its own generator draws."""
+
+    def __init__(self, parts: list[range], generator: torch.Generator) -> None:
+        super().__init__(RandomSampler(range(8), generator=generator), 2, drop_last=False)
+        self.parts = parts
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for part in self.parts:
+            order = torch.randperm(len(part), generator=self.generator).tolist()
+            yield from ([part[index] for index in order[start : start + 2]] for start in range(0, len(part), 2))
+
+
+def test_a_sampler_of_batches_in_a_way_of_its_own_is_asked_and_keeps_its_state() -> None:
+    """Rows of two data sets have other columns, and only their sampler knows it. torch's own batches mix any examples."""
+    wide = [{"input_ids": torch.arange(4)} for _ in range(4)]
+    narrow = [{"input_ids": torch.arange(3)} for _ in range(4)]
+    data: Any = ConcatDataset([wide, narrow])  # type: ignore[arg-type, list-item]
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    samplers = [OneDataSetEach([range(4), range(4, 8)], generator) for generator in generators]
+    sample = draw_sample(DataLoader(data, batch_sampler=samplers[0], collate_fn=stacked), accumulation=1)
+    assert [batch["input_ids"].shape for batch in sample.batches] == [(2, 4), (2, 4), (2, 3), (2, 3)]
+    assert list(samplers[0]) == list(samplers[1])
+    plain: Any = DataLoader(data, batch_size=2, shuffle=True, collate_fn=stacked)
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        draw_sample(plain, accumulation=1)
+    samplers[0].parts = (range(4) for _ in range(2))  # type: ignore[assignment]
+    with pytest.raises(NoSample, match="sampler of batches cannot be copied"):
+        draw_sample(DataLoader(data, batch_sampler=samplers[0], collate_fn=stacked), accumulation=1)
 
 
 def test_batches_that_a_device_makes_are_drawn_by_its_process() -> None:

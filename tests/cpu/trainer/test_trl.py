@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sft": ("SFT", texts, {}),
     "sft, texts end to end": ("SFT", texts, {"packing": True, "max_length": WIDTH, "per_device_train_batch_size": 1}),
     "sft, completions": ("SFT", completions, {}),
+    "sft, noise": ("SFT", texts, {"neftune_noise_alpha": 5}),
     "sft, two batches a step": ("SFT", completions, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "dpo": ("DPO", preferences, {}),
     "dpo, reference computed before": ("DPO", preferences, {"precompute_ref_log_probs": True}),

@@ -47,6 +47,19 @@ def test_rows_stand_in_for_texts_end_to_end() -> None:
     assert rows.keys() == {"input_ids", "position_ids", "labels"} and torch.equal(rows["position_ids"], batch["position_ids"])
 
 
+def test_texts_end_to_end_that_are_longer_than_the_positions_become_several_rows() -> None:
+    """The positions begin again at each text, so such a row is legal. A trace of the model has one text in each row."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=8))
+    positions = torch.cat([torch.arange(5), torch.arange(8), torch.arange(6)])[None]
+    batch = {"input_ids": tokens(1, 19), "position_ids": positions, "labels": tokens(1, 19)}
+    (rows,) = make_stand_ins([batch], model)
+    assert all(value.shape == (3, 7) for value in rows.values())
+    assert rows["input_ids"].flatten()[:19].tolist() == batch["input_ids"][0].tolist()
+    assert rows["labels"].flatten()[19:].tolist() == [-100, -100] and int(rows["position_ids"].max()) == 7
+    with pytest.raises(InseparableRows, match="rows of 19 tokens are longer than the model's 8 positions"):
+        make_stand_ins([batch | {"labels": torch.tensor([1])}], model)
+
+
 def test_rows_stand_in_for_pairs_in_entries_of_their_own() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     batch = {"query_input_ids": tokens(2, 3), "query_attention_mask": mask, "answer_input_ids": tokens(2, 5),

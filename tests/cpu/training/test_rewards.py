@@ -132,8 +132,11 @@ def test_tokens_losses_and_rewards_of_an_epoch_equal_those_of_trl(name: str, tmp
     write_jsonl(tmp_path / "pairs" / "train.jsonl", rows)
     write_jsonl(tmp_path / "pairs" / "validation.jsonl", rows[:5])
     data = prepare_data(find_model(str(model)), tmp_path / "pairs", sequence_length=LENGTH, options=REWARD)
-    details = run_job(a_job(tmp_path, tmp_path / "out", arguments={"eval_steps": 11}), data).details
-    trainer = trl_trainer("Reward", model, rows, tmp_path, length=LENGTH, **EPOCH_OF_TRL)
+    center = 0.1 if name == "messages" else 0.0
+    arguments = {"eval_steps": 11, "center_rewards_coefficient": center}
+    details = run_job(a_job(tmp_path, tmp_path / "out", arguments=arguments), data).details
+    options = EPOCH_OF_TRL | {"center_rewards_coefficient": center or None}
+    trainer = trl_trainer("Reward", model, rows, tmp_path, length=LENGTH, **options)
     sequences = data.training
     ours = [
         sequences.tokens[start : start + length].tolist()

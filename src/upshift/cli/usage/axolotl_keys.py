@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OFF_VALUES = (False, 0, "", "no", "none")
-
 OPTION_OF: Mapping[str, str] = {  # keys with an option of the same meaning
     "base_model": "model",
     "output_dir": "output",
@@ -24,6 +22,7 @@ OPTION_OF: Mapping[str, str] = {  # keys with an option of the same meaning
     "neftune_noise_alpha": "neftune-noise-alpha",
     "rl_beta": "dpo-beta",
     "dpo_beta": "dpo-beta",
+    "center_rewards_coefficient": "center-rewards-coefficient",
     "load_best_model_at_end": "load-best",
     "auto_resume_from_checkpoints": "resume",
     "tensor_parallel_size": "tensor-parallel",
@@ -60,7 +59,7 @@ WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 # The other keys of Axolotl's config. They are rejected unless they turn something off.
 _OTHER_KEYS = """
 adam_beta3 adam_epsilon2 added_tokens_overrides base_model_config batch_size bench_dataset bench_split bnb_config_kwargs
-center_rewards_coefficient chat_template_jinja chat_template_kwargs cls_model_config comet_api_key comet_experiment_config
+chat_template_jinja chat_template_kwargs cls_model_config comet_api_key comet_experiment_config
 comet_experiment_key comet_mode comet_online comet_project_name comet_workspace cosine_constant_lr_ratio cosine_min_lr_ratio
 cpo_alpha curriculum_sampling dataloader_drop_last dataset_exact_deduplication dataset_shard_idx default_system_message device
 dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of do_bench_eval do_causal_lm_eval dpo_generate_during_eval

@@ -7,7 +7,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from upshift.cli.usage.from_axolotl import with_axolotl_words
+from upshift.cli.usage.foreign_config import with_foreign_words
+from upshift.cli.usage.from_axolotl import read_axolotl
+from upshift.cli.usage.from_llama_factory import read_llama_factory
 from upshift.cli.usage.help_page import CONFIG, first_page, help_page, is_option
 from upshift.cli.usage.messages import (
     MAY_BE_EMPTY,
@@ -18,12 +20,13 @@ from upshift.cli.usage.messages import (
     check_words,
     describe_error,
 )
-from upshift.cli.usage.run_file import AXOLOTL, INIT, with_file_words, write_run_file
+from upshift.cli.usage.run_file import AXOLOTL, INIT, LLAMA_FACTORY, with_file_words, write_run_file
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 
 HELP_ALL = "--help-all"
 PAGE_WIDTH = 80
+FOREIGN_READERS = {AXOLOTL: read_axolotl, LLAMA_FACTORY: read_llama_factory}  # of configs, by the parameter
 
 
 class HelpCommand(TyperCommand):
@@ -45,9 +48,13 @@ class HelpCommand(TyperCommand):
             check_words(path, values, order, MAY_BE_EMPTY)
             check_numbers(self, path, values, order)
             words = list(args)
-            if values.get(AXOLOTL) or values.get(CONFIG):
-                read_file = with_axolotl_words if values.get(AXOLOTL) else with_file_words
-                words = read_file(self, ctx, words, values)
+            foreign = next((name for name in FOREIGN_READERS if values.get(name)), None)
+            if foreign is not None:
+                reader = FOREIGN_READERS[foreign]
+                words = with_foreign_words(self, ctx, words, values, parameter=foreign, read=reader)
+                values = self.make_parser(ctx).parse_args(list(words))[0]
+            elif values.get(CONFIG):
+                words = with_file_words(self, ctx, words, values)
                 values = self.make_parser(ctx).parse_args(list(words))[0]
             if values.get(INIT):
                 self._write_file(ctx, values)

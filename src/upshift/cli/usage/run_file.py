@@ -30,6 +30,8 @@ from upshift.text import did_you_mean
 
 INIT = "init"  # the parameter with the file to write
 AXOLOTL = "from_axolotl"  # the parameter with a config of Axolotl
+LLAMA_FACTORY = "from_llama_factory"  # that with a config of LLaMA-Factory
+FOREIGN = (AXOLOTL, LLAMA_FACTORY)
 COMMENT_WIDTH = 100  # columns
 SET_ASIDE = {  # by a typed option: the option of the file that it replaces, because the two exclude each other
     "resume": "overwrite", "overwrite": "resume", "epochs": "max_steps", "warmup_steps": "warmup_ratio",
@@ -111,7 +113,7 @@ def without_option(words: Sequence[str], option: str) -> list[str]:
 
 def file_parameters(command: Any) -> list[Any]:
     """Return the parameters that a file may have: all but those that name files of this kind."""
-    return [parameter for parameter in shown_parameters(command) if parameter.name not in (CONFIG, INIT, AXOLOTL)]
+    return [parameter for parameter in shown_parameters(command) if parameter.name not in (CONFIG, INIT, *FOREIGN)]
 
 
 def key_of(parameter: Any) -> str:

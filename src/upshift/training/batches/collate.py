@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from upshift.planning.workload import round_up
 from upshift.training.batches.layout import Layout, RowGroup
 from upshift.training.batches.objective import Objective
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import Sequences
 
 if TYPE_CHECKING:

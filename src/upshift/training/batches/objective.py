@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from upshift.errors import RequestError
 from upshift.models.profile import labelled_share
 from upshift.planning.workload import RowsTogether
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 

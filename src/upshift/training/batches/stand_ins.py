@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from upshift.models.adapter import base_of, planned_part
 from upshift.models.build import has_own_loss
+from upshift.models.describe import max_positions
 from upshift.training.batches.model_calls import TOKENS, StepCalls
 from upshift.training.batches.user_batches import Batch, InseparableRows
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 
 MASK = "attention_mask"
 POSITIONS = "position_ids"
@@ -70,7 +71,28 @@ def _stand_in(texts: Sequence[Texts], own_labels: Tensor | None, base: PreTraine
         names.append(POSITIONS)
     rows = {name: torch.cat([_widened(group[name], width) for group in texts]) for name in names}
     rows["labels"] = _labels(rows, own_labels, base)
+    limit = max_positions(base)
+    if POSITIONS in rows and limit is not None and width > limit:
+        return _cut_rows(rows, limit)
     return rows
+
+
+def _cut_rows(rows: dict[str, Tensor], limit: int) -> dict[str, Tensor]:
+    """Return rows of texts end to end as rows of at most ``limit`` tokens, with as many tokens in all.
+
+    The positions begin again at each text, so a row of several texts may be longer than the model has positions. A trace of the
+    model has one text in each row.
+    """
+    num_rows, width = rows[TOKENS].shape
+    num_parts = math.ceil(width / limit)
+    part = math.ceil(width / num_parts)
+    cut = {}
+    for name, value in rows.items():
+        if value.shape != (num_rows, width):
+            raise InseparableRows(f"rows of {width} tokens are longer than the model's {limit} positions")
+        padding = IGNORED if name == "labels" else 0
+        cut[name] = pad(value, (0, num_parts * part - width), value=padding).reshape(-1, part)
+    return cut
 
 
 def _texts_of(batch: Any) -> list[Texts]:

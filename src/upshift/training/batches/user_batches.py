@@ -27,7 +27,7 @@ from upshift.planning.workload import round_up
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.layout import Layout, RowGroup, lay_out
 from upshift.training.batches.sampler import GlobalBatch, Position
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.value import Value
 
 Batch = Mapping[str, Any]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.text import describe_other_part
+from upshift.text import describe_other_part, join_names
+from upshift.training.data.data_options import LossOn
 from upshift.training.data.row_formats import (
     MARGIN,
     MEDIA_COLUMNS,
@@ -25,6 +26,7 @@ from upshift.training.data.row_formats import (
     Columns,
     list_columns,
 )
+from upshift.training.data.rows.segments import Segment, SegmentRow
 
 Message = dict[str, Any]
 
@@ -49,6 +51,7 @@ class Chat:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     num_prompt_messages: int | None = None
     has_answer: bool = True  # False: the column of the answer is empty, so there is nothing to learn
+    loss_on: LossOn | None = None  # None: that of the run
 
     @property
     def num_characters(self) -> int:
@@ -64,6 +67,7 @@ class PromptCompletion:
     place: str
     prompt: str
     completion: str
+    loss_on: LossOn | None = None  # None: that of the run
 
     @property
     def has_answer(self) -> bool:
@@ -79,8 +83,8 @@ class PreferencePair:
     """Two answers to one prompt, of which the model is to prefer the first: two chats, or two texts after a prompt."""
 
     place: str
-    chosen: Chat | PromptCompletion
-    rejected: Chat | PromptCompletion
+    chosen: Chat | PromptCompletion | SegmentRow
+    rejected: Chat | PromptCompletion | SegmentRow
     problem: str | None = None  # why nothing can be learned from the pair
     margin: float | None = None  # by how much the reward of the chosen answer shall be larger; None: the row says nothing
 
@@ -89,8 +93,10 @@ class PreferencePair:
         return self.chosen.num_characters + self.rejected.num_characters
 
 
-def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion | PreferencePair | None:
-    """Return the chat, the prompt and completion, or the pair of answers of a row, or None if the row is empty.
+def read_chat(
+    record: Mapping[str, Any], columns: Columns, place: str
+) -> Chat | PromptCompletion | PreferencePair | SegmentRow | None:
+    """Return the chat, the prompt and completion, the segments, or the pair of answers of a row, or None if the row is empty.
 
     Raise RequestError for other rows.
     """
@@ -106,6 +112,8 @@ def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat |
         return _read_preference(record, columns, place)
     if columns.format == "prompt-completion":
         return _read_prompt_completion(record, place)
+    if columns.format == "segments":
+        return _read_segments(record["segments"], place)
     has_answer = True
     if columns.format == "alpaca":
         messages = _read_alpaca(record, place)
@@ -138,6 +146,20 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
             f"{place} has weight 0 in its completion, and a completion is learned as a whole; leave the weight out"
         )
     return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
+
+
+def _read_segments(value: Any, place: str) -> SegmentRow:
+    """Return a row of segments, each with a text and whether it is learned, as Axolotl's input_output has them."""
+    segments = []
+    for number, entry in enumerate(_json_list(value, "segments", place), start=1):
+        fields = entry if isinstance(entry, dict) else {}
+        if not isinstance(fields.get("text"), str) or not isinstance(fields.get("label"), bool):
+            raise RequestError(
+                f'{place}: segment {number} is {_shorten(entry)}; write {{"label": true, "text": ".."}}, where label says '
+                "whether it is learned"
+            )
+        segments.append(Segment(fields["text"], fields["label"]))
+    return SegmentRow(place=place, segments=tuple(segments))
 
 
 def _read_preference(record: Mapping[str, Any], columns: Columns, place: str) -> PreferencePair:
@@ -293,12 +315,12 @@ def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
     if _is_empty(tools):
         tools = [] if isinstance(tools, list) else None
     else:
-        tools = [_decode(tool) for tool in _json_list(tools, TOOLS, place)]
+        tools = [decode_json(tool) for tool in _json_list(tools, TOOLS, place)]
         other = next((tool for tool in tools if not isinstance(tool, dict)), None)
         if other is not None:
             raise RequestError(f"{place}: column 'tools' holds {_shorten(other)}; it must hold JSON schemas of functions")
     arguments = record.get(TEMPLATE_ARGUMENTS)
-    arguments = {} if _is_empty(arguments) else _decode(arguments)
+    arguments = {} if _is_empty(arguments) else decode_json(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} holds {_shorten(arguments)}; it must be an object")
     return {"tools": tools, "template_arguments": arguments}
@@ -306,7 +328,7 @@ def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _read_messages(value: Any, column: str, place: str) -> list[Message]:
     """Return the messages of a column: a list, or a list that is written as JSON."""
-    entries = [_decode(entry) for entry in _json_list(value, column, place)]
+    entries = [decode_json(entry) for entry in _json_list(value, column, place)]
     if not entries:
         raise RequestError(f"{place}: column {column!r} has no messages; write at least one, or leave the row out")
     return [_read_message(entry, f"{place}: message {number} of {column}") for number, entry in enumerate(entries, start=1)]
@@ -320,7 +342,7 @@ def _read_message(entry: Any, name: str) -> Message:
     if "role" not in message and ("from" in message or "value" in message):
         message = _read_turn(message, name)
     if "role" not in message:
-        raise RequestError(f"{name} has no role; its fields are {', '.join(message) or 'none'}; give a role: {', '.join(ROLES)}")
+        raise RequestError(f"{name} has no role; its fields are {join_names(message)}; give a role: {', '.join(ROLES)}")
     if message["role"] not in ROLES:
         raise RequestError(f"{name} has role {_shorten(message['role'])}; use {', '.join(ROLES)}")
     message = {key: value for key, value in message.items() if key == "content" or not _is_empty_list(value)}
@@ -353,7 +375,7 @@ def _read_turn(turn: Message, name: str) -> Message:
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker != FUNCTION_CALL:
         return {"role": SPEAKERS[speaker], "content": turn["value"], **others}
-    calls = _decode(turn["value"])
+    calls = decode_json(turn["value"])
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": ASSISTANT, TOOL_CALLS: [{"type": "function", "function": call} for call in calls], **others}
 
@@ -393,7 +415,7 @@ def _check_text_or_null(value: Any, column: str, place: str) -> None:
 
 
 def _json_list(value: Any, column: str, place: str) -> list[Any]:
-    entries = _decode(value)
+    entries = decode_json(value)
     if not isinstance(entries, list):
         raise RequestError(f"{place}: column {column!r} holds {_shorten(value)}; it must be a list")
     return entries
@@ -415,14 +437,14 @@ def _is_blank(value: Any) -> bool:
 
 def _decode_messages(value: Any) -> Any:
     """Return the messages that a text is the JSON of, or else the value itself. A table of text (CSV) holds messages so."""
-    entries = _decode(value)
+    entries = decode_json(value)
     if not isinstance(entries, list) or not entries:
         return value
     is_chat = all(isinstance(entry, dict) and ("role" in entry or {"from", "value"} <= entry.keys()) for entry in entries)
     return entries if is_chat else value
 
 
-def _decode(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """Return the object or the list that a text is the JSON of, or else the value itself."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value

@@ -25,15 +25,20 @@ from upshift.errors import RequestError
 from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
-from upshift.training.data.corpus import IGNORED, Document, TokenRow
+from upshift.training.data.corpus import Document, content_of
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
+from upshift.training.data.rows.segment_tokens import SegmentEncoder
+from upshift.training.data.rows.segments import SegmentRow
+from upshift.training.data.rows.token_rows import IGNORED, TokenRow
+from upshift.training.data.rows.turn_contents import content_spans, content_tokens
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, with_special_tokens
 from upshift.training.data.text_files import check_text
 
 Characters = NDArray[np.int64]  # two columns, a row for each token
 
 BATCH_CHARACTERS = 2**20  # of rows that are tokenized at once
+LabelledRow = Chat | PromptCompletion | PreferencePair | SegmentRow
 
 
 def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, unknown: UnknownTokens) -> Iterator[Document]:
@@ -43,35 +48,55 @@ def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, 
     without an answer, and pairs of which nothing can be learned, are left out, and the user is told how many.
     """
     encoder: ChatEncoder | None = None
-    unanswered = RowCount()
-    useless_pairs: defaultdict[str, RowCount] = defaultdict(RowCount)  # by what is wrong with them
-    batch: list[Chat | PromptCompletion | PreferencePair] = []
+    left_out = _LeftOutRows()
+    batch: list[LabelledRow] = []
     num_characters = 0
     for document in documents:
-        if not isinstance(document, Chat | PromptCompletion | PreferencePair):
+        if not isinstance(document, LabelledRow):
             yield document
             continue
-        if isinstance(document, PreferencePair):
-            if document.problem is not None:
-                useless_pairs[document.problem].add(document.place)
-                continue
-        elif not document.has_answer:
-            unanswered.add(document.place)
+        if left_out.add_if_useless(document):
             continue
         encoder = encoder or ChatEncoder(tokenizer, loss_on)
-        batch.append(document)
-        num_characters += document.num_characters
-        if num_characters >= BATCH_CHARACTERS:
+        if batch and (num_characters >= BATCH_CHARACTERS or _kind_of(batch[0]) != _kind_of(document)):
             yield from unknown.counted(encoder.encode(batch))
             batch = []
             num_characters = 0
+        batch.append(document)
+        num_characters += document.num_characters
     if encoder is not None:
         yield from unknown.counted(encoder.encode(batch))
         encoder.report()
-    if unanswered.number:
-        say_once(f"{unanswered.number} rows without an answer are left out; the first is {unanswered.first}")
-    for problem, count in useless_pairs.items():
-        say_once(f"{count.number} pairs are left out, because {problem}; the first is {count.first}")
+    left_out.report()
+
+
+class _LeftOutRows:
+    """Counts the rows of which nothing can be learned."""
+
+    def __init__(self) -> None:
+        self._unanswered = RowCount()
+        self._useless_pairs: defaultdict[str, RowCount] = defaultdict(RowCount)  # by what is wrong with them
+
+    def add_if_useless(self, row: LabelledRow) -> bool:
+        """Count the row and return True if nothing can be learned of it."""
+        if isinstance(row, PreferencePair):
+            if row.problem is not None:
+                self._useless_pairs[row.problem].add(row.place)
+            return row.problem is not None
+        if not row.has_answer:
+            self._unanswered.add(row.place)
+        return not row.has_answer
+
+    def report(self) -> None:
+        if self._unanswered.number:
+            say_once(f"{self._unanswered.number} rows without an answer are left out; the first is {self._unanswered.first}")
+        for problem, count in self._useless_pairs.items():
+            say_once(f"{count.number} pairs are left out, because {problem}; the first is {count.first}")
+
+
+def _kind_of(row: LabelledRow) -> tuple[str, LossOn | None]:
+    """Return what the rows of one batch have in common."""
+    return content_of(row), None if isinstance(row, PreferencePair) else row.loss_on
 
 
 class ChatEncoder:
@@ -84,6 +109,7 @@ class ChatEncoder:
         self._loss_on = loss_on
         self._writer = TemplateWriter(tokenizer)
         self._around = ids_around_document(tokenizer)
+        self._segments = SegmentEncoder(tokenizer, self._tokenize, self._around)
         self._diverging = RowCount()  # prompts that end with other tokens than the same text in the whole row
         self._placed = RowCount()  # chats whose turns are written in another way when others follow
         self._without_prompt = RowCount()  # chats that begin with a turn of the assistant
@@ -92,23 +118,33 @@ class ChatEncoder:
         self._has_checked_end = False
         self._first_preference: PreferencePair | None = None
 
-    def encode(self, batch: Sequence[Chat | PromptCompletion | PreferencePair]) -> Iterator[TokenRow]:
-        """Yield the token rows of a batch. Raise RequestError, with its place, for a row that the chat template rejects."""
+    def encode(self, batch: Sequence[LabelledRow]) -> Iterator[TokenRow]:
+        """Yield the token rows of a batch of one kind. Raise RequestError, with its place, for a row that cannot be written."""
         preferences = [row for row in batch if isinstance(row, PreferencePair)]
         if preferences:
             yield from self._encode_preferences(preferences)
             return
+        segment_rows = [row for row in batch if isinstance(row, SegmentRow)]
         pairs = [row for row in batch if isinstance(row, PromptCompletion)]
         chats = [self._writer.prepare(row) for row in batch if isinstance(row, Chat)]
-        if pairs:
-            yield from self._encode_pairs(pairs)
-        elif self._loss_on == "all":
+        first = batch[0] if batch else None
+        loss_on = self._loss_on
+        if isinstance(first, Chat | PromptCompletion | SegmentRow):
+            loss_on = first.loss_on or loss_on
+        if segment_rows:
+            yield from self._encode_segments(segment_rows, loss_on)
+        elif pairs:
+            yield from self._encode_pairs(pairs, loss_on)
+        elif loss_on == "all":
             _refuse_weights(chats)
-            yield from (TokenRow(np.array(ids)) for ids in self._tokenize([self._writer.write_whole(chat) for chat in chats]))
+            wholes = self._tokenize([self._writer.write_whole(chat) for chat in chats])
+            yield from (_all_learned(ids, chat.loss_on) for chat, ids in zip(chats, wholes, strict=True))
         elif chats and chats[0].num_prompt_messages is not None:
             yield from self._encode_prompted(chats)
-        else:
+        elif loss_on == "assistant":
             yield from self._encode_chats(chats)
+        else:
+            yield from self._encode_contents(chats, loss_on)
 
     def report(self) -> None:
         """Tell the user about prompts that do not end at a token, and about fields that the chat template does not use."""
@@ -129,10 +165,14 @@ class ChatEncoder:
                 "begins at the first token that differs"
             )
 
-    def _encode_pairs(self, pairs: Sequence[PromptCompletion]) -> Iterator[TokenRow]:
+    def _encode_segments(self, rows: Sequence[SegmentRow], loss_on: LossOn = "assistant") -> Iterator[TokenRow]:
+        for ids, labels in self._segments.encode(rows, learns_all=loss_on in ("all", "content")):
+            yield TokenRow(np.array(ids, np.int64), np.array(labels, np.int64))
+
+    def _encode_pairs(self, pairs: Sequence[PromptCompletion], loss_on: LossOn) -> Iterator[TokenRow]:
         wholes = self._tokenize_texts(pairs)
-        if self._loss_on == "all":
-            yield from (TokenRow(np.array(ids)) for ids in wholes)
+        if loss_on in ("all", "content"):
+            yield from (_all_learned(ids, pair.loss_on) for pair, ids in zip(pairs, wholes, strict=True))
             return
         prompts = self._tokenize_prompts_of_texts(pairs)
         for pair, ids, prompt_ids in zip(pairs, wholes, prompts, strict=True):
@@ -172,6 +212,12 @@ class ChatEncoder:
         """Yield two rows for each pair. Their answers begin at one place, as in TRL (trl/trainer/dpo_trainer.py, tokenize_fn)."""
         self._check_margins(preferences)
         answers = [answer for preference in preferences for answer in (preference.chosen, preference.rejected)]
+        segment_rows = [answer for answer in answers if isinstance(answer, SegmentRow)]
+        if segment_rows:
+            margins = (preference.margin for preference in preferences for _ in range(2))
+            for row, margin in zip(self._encode_segments(segment_rows), margins, strict=True):
+                yield row._replace(margin=margin)
+            return
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if texts:
             wholes = self._tokenize_texts(texts)
@@ -213,6 +259,21 @@ class ChatEncoder:
         for chat, row in zip(chats, rows, strict=True):
             self._check_end(row, chat.place)
             yield row
+
+    def _encode_contents(self, chats: Sequence[Chat], loss_on: LossOn) -> Iterator[TokenRow]:
+        """Yield the rows of chats of which the contents of turns are learned, and EOS after each."""
+        if not self._tokenizer.is_fast:
+            raise RequestError(
+                f"--loss-on {loss_on} needs a tokenizer that says to which characters a token belongs (tokenizer.json); use "
+                "--loss-on assistant"
+            )
+        texts = [self._writer.write_whole(chat) for chat in chats]
+        encoded = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        for chat, text, ids, offsets in zip(chats, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            spans = content_spans(self._writer, chat, text, loss_on)
+            yield _labelled(ids, content_tokens(ids, offsets, spans, self._tokenizer.eos_token_id))
 
     def _encode_by_characters(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
         """Yield the rows of chats. The tokenizer says which characters each token is made from."""
@@ -333,6 +394,12 @@ def _refuse_weights(chats: Sequence[Chat]) -> None:
             raise RequestError(
                 f"{chat.place} has a turn of weight 0, and --loss-on all learns all turns; leave one of the two out"
             )
+
+
+def _all_learned(ids: list[int], loss_on: LossOn | None) -> TokenRow:
+    """Return a row that is learned as a whole. Beside rows of which a part is learned, it says so of each token."""
+    tokens = np.array(ids, np.int64)
+    return TokenRow(tokens) if loss_on is None else TokenRow(tokens, tokens)
 
 
 def _describe_margin(preference: PreferencePair) -> str:

@@ -17,9 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from upshift.errors import MissingExtra, RequestError
 from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
@@ -31,6 +28,7 @@ from upshift.training.data.data_files import (
     first_names,
     say_once,
 )
+from upshift.training.data.data_options import LossOn
 from upshift.training.data.records import (
     Row,
     check_column_names,
@@ -43,7 +41,6 @@ from upshift.training.data.records import (
     rows_of_batches,
 )
 from upshift.training.data.row_formats import (
-    TOKEN_COLUMN,
     Columns,
     PairObjective,
     RowFormat,
@@ -53,172 +50,14 @@ from upshift.training.data.row_formats import (
     no_table_of_preferences,
     refuse_wrapped,
 )
-from upshift.training.data.text_files import TextFile, check_text, checking_compression, read_texts
+from upshift.training.data.rows.described_rows import RowReader
+from upshift.training.data.rows.row_slice import RowSlice, pick_split
+from upshift.training.data.rows.segments import SegmentRow
+from upshift.training.data.rows.token_rows import LABELS, MASK, SEGMENTS, SPECIAL_TOKENS_MASK, TokenRow, read_document
+from upshift.training.data.text_files import TextFile, checking_compression, read_texts
 from upshift.value import Value
 
-LABELS = "labels"
-MASK = "attention_mask"
-IGNORED = -100
-SPECIAL_TOKENS_MASK = "special_tokens_mask"  # left out: the tokenizer knows its special tokens
-SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
 MAX_COLUMN_NAMES = 1000  # names in memory, if each row of a JSON file has other fields
-
-
-class TokenRow(NamedTuple):
-    """A document that is already tokenized.
-
-    ``labels`` has one entry for each id, -100 where nothing is learned. None means that the ids are the labels.
-
-    With ``source_length``, the first ids are the input of an encoder, and the labels after them are those of its decoder.
-    ``margin`` is of the pair of answers that the row belongs to: by how much the reward of the chosen answer shall be larger.
-    """
-
-    ids: NDArray[Any]
-    labels: NDArray[Any] | None = None
-    source_length: int | None = None
-    margin: float | None = None
-
-
-def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
-    """Return a row's text or token ids, or None if it is empty. Raise RequestError, with the place, for anything else."""
-    if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {list_columns(record)}; give it, or leave the row out")
-    value = record[columns.name]
-    if isinstance(value, str) and columns.name == TOKEN_COLUMN:
-        raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
-    if value is None or isinstance(value, str):
-        return _check_text(value, place)
-    if not isinstance(value, np.ndarray | list):
-        raise RequestError(f"{place}: column {columns.name!r} holds {_shorten(value)}; it must be text or a list of token ids")
-    return _make_token_row(_to_integers(value, columns.name, place), record, columns, place)
-
-
-def _check_text(text: str | None, place: str) -> str | None:
-    """Return the text, or None if it is empty. Raise RequestError if it cannot be encoded."""
-    if not text or text.isspace():
-        return None
-    check_text(text, place)
-    return text
-
-
-def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Columns, place: str) -> TokenRow | None:
-    for name, value in record.items():
-        if name not in (columns.name, LABELS, MASK, SPECIAL_TOKENS_MASK):
-            _refuse_token_numbers(name, value, place)
-    labels = _token_column(record, LABELS, columns.has_labels, None if columns.is_pair else ids, place)
-    mask = _token_column(record, MASK, columns.has_mask, ids, place)
-    _check_ids(ids, columns.name, place)
-    if labels is not None:
-        _check_ids(labels[labels != IGNORED], LABELS, place)
-    if mask is not None:
-        unmasked = _unmasked_range(mask, place)
-        ids = ids[unmasked]
-        labels = labels if labels is None or columns.is_pair else labels[unmasked]
-    if columns.is_pair and labels is not None:
-        return make_pair(ids, labels) if len(ids) and len(labels) else None
-    return TokenRow(ids, labels) if len(ids) else None
-
-
-def make_pair(source: NDArray[Any], labels: NDArray[Any]) -> TokenRow:
-    """Return a row whose first ids an encoder reads, and whose labels after them a decoder learns."""
-    ids = np.concatenate([source, np.zeros(len(labels), np.int64)])  # the decoder's inputs are made from the labels
-    return TokenRow(ids, np.concatenate([np.full(len(source), IGNORED), labels]), len(source))
-
-
-def _token_column(
-    record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any] | None, place: str
-) -> NDArray[Any] | None:
-    """Return a column with a number for each of the ids, if they are given.
-
-    Raise RequestError if its length is wrong, or if only some rows have the column.
-    """
-    if (name in record) != expected:
-        article = "no" if expected else "a"
-        others = "have one" if expected else "have none"
-        raise RequestError(
-            f"{place} has {article} column {name!r} and the rows before it {others}; give it in all rows or in none"
-        )
-    if not expected:
-        return None
-    value = record[name]
-    if not isinstance(value, np.ndarray | list):
-        raise RequestError(f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of integers, one for each token")
-    numbers = _to_integers(value, name, place)
-    if ids is not None and len(numbers) != len(ids):
-        raise RequestError(f"{place} has {len(ids)} token ids and {len(numbers)} in column {name!r}; give one for each token id")
-    return numbers
-
-
-def _unmasked_range(mask: NDArray[Any], place: str) -> slice:
-    """Return the range where the mask is 1. Padding at both ends is left out. Raise RequestError for a gap within the text."""
-    invalid = mask[(mask != 0) & (mask != 1)]
-    if len(invalid):
-        raise RequestError(f"{place}: attention_mask holds {int(invalid[0])}; it must be 0 or 1")
-    ones = np.flatnonzero(mask)
-    if not len(ones):
-        return slice(0, 0)
-    first = int(ones[0])
-    last = int(ones[-1])
-    if len(ones) != last - first + 1:
-        raise RequestError(
-            f"{place}: attention_mask hides tokens within the text, not only padding at its ends, which is not trained on; "
-            "leave the hidden tokens out of the row"
-        )
-    return slice(first, last + 1)
-
-
-def _refuse_token_numbers(name: str, value: Any, place: str) -> None:
-    """Raise RequestError if a column that is not used has numbers that may belong to the tokens."""
-    if _holds_numbers(value) and not (name == SEGMENTS and not np.any(value)):
-        raise RequestError(
-            f"{place}: column {name!r} says something of each token, which is not used; remove the column, "
-            f"or say what is learned with labels ({IGNORED}: nothing)"
-        )
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Return whether a value is a list of numbers, or of such lists."""
-    if isinstance(value, np.ndarray):
-        return True
-    if not isinstance(value, list):
-        return False
-    return bool(value) and all(isinstance(item, int | float) or _holds_numbers(item) for item in value)
-
-
-def _to_integers(value: Any, name: str, place: str) -> NDArray[Any]:
-    """Return a list as int64 numbers. Raise RequestError for other numbers. Only a mask may have truth values."""
-    items = value if isinstance(value, list) else value[:1].tolist()  # the numbers of an array have one type
-    types = {type(item) for item in items}
-    if types - {int, bool} or (bool in types and name != MASK):
-        text = "" if name in (TOKEN_COLUMN, LABELS, MASK) else "text or "
-        raise RequestError(
-            f"{place}: column {name!r} holds {_shorten(value)}; it must be {text}a list of integers (1, not 1.0) "
-            "without empty values"
-        )
-    highest = max(items, default=0) if isinstance(value, list) else int(value.max(initial=0))
-    lowest = min(items, default=0) if isinstance(value, list) else 0
-    if highest >= 2**63 or lowest < -(2**63):
-        raise _no_such_id(highest if highest >= 2**63 else lowest, name, place)
-    return np.array(value, np.int64)
-
-
-def _check_ids(ids: NDArray[Any], name: str, place: str) -> None:
-    """Raise RequestError for ids that no vocabulary has."""
-    invalid = ids[(ids < 0) | (ids >= 2**31)]
-    if len(invalid):
-        raise _no_such_id(int(invalid[0]), name, place)
-
-
-def _no_such_id(number: int, name: str, place: str) -> RequestError:
-    labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
-    return RequestError(
-        f"{place}: column {name!r} holds token id {number}; ids are 0 to the vocabulary size - 1{labels_note}: "
-        "tokenize the text again, padding is added here"
-    )
-
-
-def _shorten(value: Any) -> str:
-    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)[:60]
 
 
 class CorpusSummary(Value):
@@ -231,7 +70,7 @@ class CorpusSummary(Value):
     num_skipped_binary: int  # files that are not UTF-8 text
 
 
-Document = str | TextFile | TokenRow | Chat | PromptCompletion | PreferencePair
+Document = str | TextFile | TokenRow | Chat | PromptCompletion | PreferencePair | SegmentRow
 
 
 def content_of(document: Document) -> str:
@@ -239,7 +78,9 @@ def content_of(document: Document) -> str:
     if isinstance(document, TokenRow):
         return "token ids"
     if isinstance(document, PreferencePair):
-        return "two chats to compare" if isinstance(document.chosen, Chat) else "two texts to compare"
+        return "two texts to compare" if isinstance(document.chosen, PromptCompletion) else "two chats to compare"
+    if isinstance(document, SegmentRow):
+        return "texts in segments"
     if isinstance(document, PromptCompletion):
         return "a prompt and a completion of plain text"
     if isinstance(document, Chat):
@@ -260,6 +101,7 @@ class Documents:
         self.columns: Columns | None = None  # of tables, once a row was read
         self.column_names: dict[str, None] = {}  # of tables, in the order in which they were met, about MAX_COLUMN_NAMES at most
         self.is_tokenized = False  # whether the last document had token ids
+        self.may_mix_answers = False  # whether chats may stand beside other rows with an answer
 
     def __iter__(self) -> Iterator[Document]:
         return (document for _, document in self.with_places())
@@ -277,7 +119,8 @@ class Documents:
                     self.num_empty += 1
                     continue
                 content = content_of(document)
-                if content != (previous or content):
+                has_answer = isinstance(document, Chat | PromptCompletion | SegmentRow)
+                if content != (previous or content) and not (self.may_mix_answers and has_answer):
                     raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
                 previous = content
                 self.is_tokenized = isinstance(document, TokenRow)
@@ -332,6 +175,8 @@ class Corpus:
     evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
     columns: Columns | None  # of tables
+    loss_on: LossOn | None = None  # None: that of the run
+    parts: tuple[Corpus, ...] = ()  # of several data sets: each of them
 
     @property
     def is_chat(self) -> bool:
@@ -358,6 +203,8 @@ def read_corpus(
     has_decoder: bool = False,
     is_evaluation: bool = False,
     pair_objective: PairObjective | None = None,
+    rows: RowSlice | None = None,
+    reader: RowReader | None = None,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -371,11 +218,13 @@ def read_corpus(
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
         is_evaluation: read the split for validation in place of the one for training. Data with a single split is read whole.
         pair_objective: the objective that learns from pairs of answers, if the rows are such pairs.
+        rows: the split to train on, or a part of it. None: the split for training, or all rows.
+        reader: what reads the rows of a described data set.
     """
     check_data_format(text_column, data_format, pair_objective=pair_objective)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    selection = _Selection(text_column, data_format, has_decoder, pair_objective)
+    selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader)
     if is_saved:
         documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
     else:
@@ -425,6 +274,13 @@ class _Selection(NamedTuple):
     data_format: RowFormat | None
     has_decoder: bool
     pair_objective: PairObjective | None
+    rows: RowSlice | None = None  # None: all of the split that is meant
+    reader: RowReader | None = None
+
+    @property
+    def split(self) -> str | None:
+        """Return the name of the split that the user wants, or None."""
+        return None if self.rows is None else self.rows.split
 
 
 def _open_files(
@@ -432,7 +288,7 @@ def _open_files(
 ) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
-        data_files = find_data_files(path, pattern=pattern, is_evaluation=is_evaluation)
+        data_files = find_data_files(path, pattern=pattern, is_evaluation=is_evaluation, wanted_split=selection.split)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
     if data_files.kind == "text" and (selection.text_column or selection.data_format):
@@ -442,10 +298,12 @@ def _open_files(
             f"and {path} is plain text; leave it out"
         )
 
+    if data_files.kind == "text" and selection.rows is not None and not selection.rows.is_whole:
+        raise RequestError(f"a range of rows is for tables, and {path} is plain text; name the files to train on, or a folder")
     if data_files.kind == "text" and selection.pair_objective is not None:
         raise no_table_of_preferences(path, selection.pair_objective)
 
-    def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
+    def make_documents(files: tuple[Path, ...], origin: str, selection: _Selection) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
                 return read_texts(files, documents.binary, is_alone=path.is_file())
@@ -455,8 +313,9 @@ def _open_files(
 
     evaluation = None
     if data_files.evaluation:
-        evaluation = make_documents(data_files.evaluation, f"{path} split {EVALUATION_SPLIT}")
-    return make_documents(data_files.training, str(path)), evaluation
+        whole = selection._replace(rows=None)
+        evaluation = make_documents(data_files.evaluation, f"{path} split {EVALUATION_SPLIT}", whole)
+    return make_documents(data_files.training, str(path), selection), evaluation
 
 
 class _ColumnChooser:
@@ -472,9 +331,32 @@ class _ColumnChooser:
         """Return whether the user says which columns to read."""
         return self._selection.text_column is not None or self._selection.data_format is not None
 
+    @property
+    def rows(self) -> RowSlice | None:
+        return self._selection.rows
+
+    def read_row(self, row: Mapping[str, Any], columns: Columns, place: str) -> Document | None:
+        """Return the document of a row. Raise RequestError, with the place, for a row that cannot be used."""
+        if not columns.is_chat:
+            return read_document(row, columns, place)
+        reader = self._selection.reader
+        return read_chat(row, columns, place) if reader is None else reader.read(reader.rename(row, place), columns, place)
+
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
-        if self.columns is None:
+        reader = self._selection.reader
+        data_names = names
+        if reader is not None:
+            renamed = reader.renamed(names)
+            names = list(renamed.values())
+            empty = [renamed[name] for name in empty if name in renamed]
+            data_names = [*names, *(name for name in data_names if name not in renamed)]
+        if self.columns is None and reader is not None and reader.prompt_columns is not None:
+            reader.check_columns(names, origin)
+            fields = reader.prompt_columns
+            self.columns = Columns(format="alpaca", name=fields[0], fields=fields)
+            self._documents.columns = self.columns
+        elif self.columns is None:
             found = find_format(
                 names,
                 text_column=self._selection.text_column,
@@ -487,7 +369,8 @@ class _ColumnChooser:
             is_pair = has_labels and self._selection.has_decoder
             self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
             self._documents.columns = self.columns
-        self._documents.add_column_names(names)
+        assert self.columns is not None
+        self._documents.add_column_names(data_names)
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
@@ -497,6 +380,9 @@ class _ColumnChooser:
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
         columns = self.choose(schema.names, empty, origin)
+        reader = self._selection.reader
+        if columns.is_chat and reader is not None:
+            return reader.needed_of(schema.names, columns)
         if columns.is_chat:
             return columns.of_chat(schema.names)
         if columns.name not in schema.names:
@@ -508,31 +394,31 @@ class _ColumnChooser:
 
 
 def _read_tables(files: tuple[Path, ...], kind: Kind, chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
-    for file in files:
-        if kind == "parquet":
-            rows = read_parquet(file, chooser.choose_from_schema)
-        elif kind == "arrow":
-            rows = read_arrow(file, chooser.choose_from_schema)
-        else:
-            rows = read_csv(file) if kind == "csv" else read_json(file)
-        with checking_compression(file):
-            yield from _read_documents(rows, chooser, has_schema=kind in ("parquet", "arrow"))
+    def read_rows() -> Iterator[Row]:
+        for file in files:
+            with checking_compression(file):
+                if kind == "parquet":
+                    yield from read_parquet(file, chooser.choose_from_schema)
+                elif kind == "arrow":
+                    yield from read_arrow(file, chooser.choose_from_schema)
+                else:
+                    yield from read_csv(file) if kind == "csv" else read_json(file)
+
+    rows = chooser.rows
+    selected = read_rows() if rows is None or rows.is_whole else rows.select(read_rows)
+    return _read_documents(selected, chooser, has_schema=kind in ("parquet", "arrow"))
 
 
 def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema: bool) -> Iterator[tuple[str, Document | None]]:
     """Yield the documents of rows. Without a schema, each row may have other columns."""
     for place, row in rows:
         if has_schema and chooser.columns is not None:
-            yield place, _read_row(row, chooser.columns, place)
+            yield place, chooser.read_row(row, chooser.columns, place)
             continue
         if chooser.columns is None and not chooser.is_named:
             refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        yield place, _read_row(row, chooser.choose(row, empty, place), place)
-
-
-def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document | None:
-    return read_chat(row, columns, place) if columns.is_chat else read_document(row, columns, place)
+        yield place, chooser.read_row(row, chooser.choose(row, empty, place), place)
 
 
 def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:
@@ -540,22 +426,28 @@ def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: boo
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
+        pick_split(["train"], selection.split or "train", path)
         return _saved_split(_load_saved(path), selection, str(path)), None
     try:
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _incomplete_dataset(path, error) from None
     split = find_split(names, is_evaluation=is_evaluation)
+    if selection.split is not None:
+        split = pick_split(names, selection.split, path)
     if split is None:
         missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
         raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
     evaluation_name = None if is_evaluation else find_validation_split(names)
+    if evaluation_name == split:
+        evaluation_name = None
     other_names = [name for name in names if name not in (split, evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(_load_saved(path / evaluation_name), selection, f"{path} split {evaluation_name}")
+        whole = selection._replace(rows=None)
+        evaluation = _saved_split(_load_saved(path / evaluation_name), whole, f"{path} split {evaluation_name}")
     return _saved_split(_load_saved(path / split), selection, f"{path} split {split}"), evaluation
 
 
@@ -584,7 +476,11 @@ def _saved_split(dataset: Any | None, selection: _Selection, origin: str) -> Doc
             return
         chooser = _ColumnChooser(selection, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
-        tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
+        selected = dataset.select_columns(columns)
+        if selection.rows is not None and not selection.rows.is_whole:
+            ranges = [slice(*borders).indices(len(dataset)) for borders in selection.rows.ranges(len(dataset))]
+            selected = selected.select([index for borders in ranges for index in range(*borders)])
+        tables = selected.with_format("arrow").iter(batch_size=1024)
         yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)
 
     return Documents(read, origin, 0 if dataset is None else dataset.dataset_size or 0)

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.text import join_names
+from upshift.training.data.rows.row_slice import pick_split
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +68,13 @@ def say_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = False) -> DataFiles:
+def find_data_files(
+    path: Path, *, pattern: str | None, is_evaluation: bool = False, wanted_split: str | None = None
+) -> DataFiles:
     """Return the data files of a file or a folder. Raise RequestError for a path without data.
 
     ``pattern`` is a glob that selects the files of a folder; they are read as texts. ``is_evaluation``: as in ``read_corpus``.
+    ``wanted_split``: the split that the user wants. None: the one for training, or for evaluation.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -80,6 +85,7 @@ def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = Fa
         refuse_unreadable(path)
         if data_suffix(path) in OTHER_SYNTAX:
             say_once(f"{path} is read as one plain text, with all marks of its syntax; to learn its contents give .jsonl or .csv")
+        pick_split(["train"], wanted_split or "train", path)
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
     if pattern is not None:
@@ -87,12 +93,12 @@ def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = Fa
     declared = _declared_splits(path, files)
     counts = Counter(data_suffix(file) for file in files if file_kind(file) != "text" and file.name not in METADATA_FILES)
     if not counts:
-        return _text_files(path, files, declared, is_evaluation=is_evaluation)
+        return _text_files(path, files, declared, is_evaluation=is_evaluation, wanted_split=wanted_split)
     most_frequent = max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))
     kind = RECORD_KINDS[most_frequent]
     members = [file for file in files if file_kind(file) == kind and file.name not in METADATA_FILES]
     splits = declared or split_files(path, members)
-    return _make_data_files(path, files, splits, kind, is_evaluation=is_evaluation)
+    return _make_data_files(path, files, splits, kind, is_evaluation=is_evaluation, wanted_split=wanted_split)
 
 
 def find_split(names: Collection[str], *, is_evaluation: bool) -> str | None:
@@ -196,7 +202,14 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
     return [path for path in visible if path.is_file()]
 
 
-def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None, *, is_evaluation: bool) -> DataFiles:
+def _text_files(
+    folder: Path,
+    files: Sequence[Path],
+    declared: dict[str, list[Path]] | None,
+    *,
+    is_evaluation: bool,
+    wanted_split: str | None,
+) -> DataFiles:
     """Return the text files of a folder.
 
     A folder of .txt files may have splits. In a folder of other texts, such as code, each file is a document of the training.
@@ -205,16 +218,26 @@ def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Pa
     readable = [file for file in files if file_kind(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
     data = [file for file in readable if file.name not in METADATA_FILES]
     if data and all(data_suffix(file) == ".txt" for file in data):
-        return _make_data_files(folder, files, declared or split_files(folder, data), "text", is_evaluation=is_evaluation)
+        splits = declared or split_files(folder, data)
+        return _make_data_files(folder, files, splits, "text", is_evaluation=is_evaluation, wanted_split=wanted_split)
+    pick_split(["train"], wanted_split or "train", folder)
     _report_left_out(folder, [file for file in files if file not in set(readable)], "no text")
     return DataFiles(kind="text", training=tuple(readable))
 
 
 def _make_data_files(
-    folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind, *, is_evaluation: bool
+    folder: Path,
+    files: Sequence[Path],
+    splits: dict[str, list[Path]],
+    kind: Kind,
+    *,
+    is_evaluation: bool,
+    wanted_split: str | None,
 ) -> DataFiles:
     """Return the files of the split to read and, for training data, of the evaluation split. Tell the user about the others."""
     split = find_split(splits, is_evaluation=is_evaluation)
+    if wanted_split is not None:
+        split = pick_split(list(splits), wanted_split, folder)
     if split is None and is_evaluation:
         raise RequestError(
             f"{folder} has no split 'validation' to evaluate on; its {kind} files are of {', '.join(splits)}; give one file, or "
@@ -227,7 +250,7 @@ def _make_data_files(
             f"{folder} has no split 'train'; its {kind} files are of {', '.join(splits)}{other_kinds}; name the files to train "
             "on train*, with one kind of file in the folder, or give one file or the folder of one split"
         )
-    evaluation_split = None if is_evaluation else EVALUATION_SPLIT
+    evaluation_split = None if is_evaluation or split == EVALUATION_SPLIT else EVALUATION_SPLIT
     for name, members in splits.items():
         if name not in (split, evaluation_split):
             _report_left_out(folder, members, f"split {name} is left alone")
@@ -250,7 +273,7 @@ def list_names(folder: Path, files: Sequence[Path]) -> str:
 def first_names(names: Sequence[str]) -> str:
     """Return at most MAX_NAMES names, and how many more there are, for a message."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    return join_names(names[:MAX_NAMES]) + more
 
 
 def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:

@@ -10,7 +10,7 @@ from upshift.planning.workload import RowsTogether
 from upshift.training.data.row_formats import PairObjective, RowFormat
 from upshift.value import Value
 
-LossOn = Literal["assistant", "all"]
+LossOn = Literal["assistant", "assistant-content", "content", "all"]
 LongRows = Literal["cut", "split", "drop"]
 ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
 
@@ -20,7 +20,12 @@ class DataOptions(Value):
 
     text_column: str | None = Field(None, description="the column that holds the text or the token ids")
     data_format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
-    loss_on: LossOn | None = Field(None, description="assistant: its turns, or completions; all: all tokens")
+    loss_on: LossOn | None = Field(
+        None,
+        description="assistant: its turns, or completions; assistant-content: the contents of its turns, and EOS after each; "
+        "content: those of all turns; all: all tokens",
+    )
+    split: str | None = Field(None, description="the split to train on, or a range of its rows, such as train[:10%]")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
     objective: ObjectiveName | None = Field(
         None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
@@ -58,4 +63,5 @@ class DataKeywords(TypedDict, total=False):
     text_column: str | None
     data_format: RowFormat | None
     loss_on: LossOn | None
+    split: str | None
     long_rows: LongRows | None

@@ -25,10 +25,12 @@ from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.objective import Kind, Objective, objective_for
-from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, content_of, read_corpus
+from upshift.training.data.corpus import Corpus, CorpusSummary, content_of
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
+from upshift.training.data.rows.joined import read_data
+from upshift.training.data.rows.token_rows import LABELS, TokenRow
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
     IN_MEMORY_BYTES,
@@ -176,14 +178,7 @@ def _check_objective(options: DataOptions, objective: Objective, source: ModelSo
 def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions, *, is_evaluation: bool = False) -> Corpus:
     """Return the corpus of a path. The labels of an encoder-decoder may be more or fewer than its token ids."""
     has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
-    corpus = read_corpus(
-        data_path,
-        text_column=options.text_column,
-        data_format=options.data_format,
-        has_decoder=has_decoder,
-        is_evaluation=is_evaluation,
-        pair_objective=options.pair_objective,
-    )
+    corpus = read_data(data_path, options, has_decoder=has_decoder, is_evaluation=is_evaluation)
     if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
         raise RequestError(
             f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"
@@ -301,9 +296,20 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
 
 def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> None:
     """Tell the user what the rows are, what is learned of them, and that a head is new."""
-    say_once(_describe_chats(corpus, options))
+    for part in corpus.parts or (corpus,):
+        say_once(_describe_chats(part, options))
     if source.reward_head_on is not None:
         say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+
+
+LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
+    "assistant": "the assistant's turns",
+    "assistant-content": "the contents of the assistant's turns",
+    "content": "the contents of all turns",
+    "all": "all tokens",
+    "prompt-completion": "the completion",
+    "segments": "the segments whose label is true",
+}
 
 
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
@@ -311,12 +317,9 @@ def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     assert corpus.columns is not None
     if corpus.columns.format == PREFERENCE:
         learned = "larger rewards for the chosen answers" if options.has_reward_head else "to prefer the chosen answers"
-    elif options.loss_on == "all":
-        learned = "all tokens"
-    elif corpus.columns.format == "prompt-completion":
-        learned = "the completion"
     else:
-        learned = "the assistant's turns"
+        loss_on = corpus.loss_on or options.loss_on or "assistant"
+        learned = LEARNED.get(corpus.columns.format, LEARNED[loss_on]) if loss_on == "assistant" else LEARNED[loss_on]
     return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}"
 
 

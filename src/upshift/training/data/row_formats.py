@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from upshift.errors import RequestError
+from upshift.text import join_names
 
 TEXT_COLUMN = "text"
 TOKEN_COLUMN = "input_ids"
@@ -20,7 +21,7 @@ SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
 
-RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "preference"]
+RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "segments", "preference"]
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
     "text": (TEXT_COLUMN,),
     "input_ids": (TOKEN_COLUMN,),
@@ -28,6 +29,7 @@ REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table mu
     "conversations": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "segments": ("segments",),
     "preference": ("chosen", "rejected"),
 }
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")  # a value in them is rejected, with its row
@@ -36,6 +38,7 @@ OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
     "conversations": (SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
     "prompt-completion": (TOOLS, TEMPLATE_ARGUMENTS),
     "alpaca": ("input", "history", SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
+    "segments": (),
     "preference": ("prompt", TOOLS, TEMPLATE_ARGUMENTS, MARGIN),
 }
 DESCRIPTIONS: Mapping[RowFormat, str] = {
@@ -43,6 +46,7 @@ DESCRIPTIONS: Mapping[RowFormat, str] = {
     "conversations": "chats (conversations)",
     "prompt-completion": "prompts and completions",
     "alpaca": "instructions and outputs (Alpaca)",
+    "segments": "texts in segments",
     "preference": "preferences (chosen and rejected)",
 }
 PREFERENCE: RowFormat = "preference"
@@ -65,6 +69,7 @@ class Columns:
     has_mask: bool = False
     is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
     objective: PairObjective | None = None  # of preferences
+    fields: tuple[str, ...] | None = None  # the columns that a template reads; None: those of the format
 
     @property
     def is_chat(self) -> bool:
@@ -73,6 +78,8 @@ class Columns:
 
     def of_chat(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that a chat or a completion is read from."""
+        if self.fields is not None:
+            return [name for name in names if name in self.fields]
         used = {*REQUIRED[self.format], *OPTIONAL[self.format], *MEDIA_COLUMNS}
         if self.objective != "reward":
             used.discard(MARGIN)  # the loss of DPO has none
@@ -167,7 +174,7 @@ def check_data_format(text_column: str | None, data_format: str | None, *, pair_
 
 
 def list_columns(names: Collection[str]) -> str:
-    return f"its columns are {', '.join(map(str, names)) or 'none'}"
+    return f"its columns are {join_names(names)}"
 
 
 def possible_formats(names: Collection[str]) -> list[RowFormat]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from upshift.training.data.corpus import IGNORED
 from upshift.training.data.dataset import TrainingData
+from upshift.training.data.rows.token_rows import IGNORED
 
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)}  # a terminal would obey them
 

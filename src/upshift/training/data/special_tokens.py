@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from upshift.training.data.corpus import TokenRow
+    from upshift.training.data.rows.token_rows import TokenRow
 
 
 def ids_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from upshift.errors import RequestError
 from upshift.text import NO_VOCABULARY, has_words
 from upshift.training.data.chat_tokens import encode_rows
-from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
+from upshift.training.data.corpus import Corpus, Document, Documents
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
 from upshift.training.data.row_formats import MARGIN
+from upshift.training.data.rows.token_rows import TokenRow, make_pair
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
 from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_pairs

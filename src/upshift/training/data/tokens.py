@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from upshift.errors import RequestError
 from upshift.planning.workload import MAX_BUCKETS, LengthHistogram
 from upshift.settings import read_settings
-from upshift.training.data.corpus import IGNORED
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LongRows
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.units import MIB
 
 Numbers = Sequence[int] | NDArray[Any]

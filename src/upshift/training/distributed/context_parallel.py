@@ -37,7 +37,7 @@ from upshift.models.config import heads_of
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import round_up
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.collectives import Exchange
 from upshift.training.distributed.mesh import Mesh
 

@@ -81,6 +81,7 @@ FIELDS: dict[str, Field] = {
     ),
     "torch_compile_backend": Field("honoured", "with torch_compile: the whole model, as in transformers"),
     "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as in transformers"),
+    "neftune_noise_alpha": Field("honoured", "the batches stay whole, because the noise depends on the width of a batch"),
     "label_smoothing_factor": Field("honoured", "as in transformers; in chunks, if the plan has a chunked loss"),
     "logging_nan_inf_filter": Field("honoured", "for logging. A loss that is not finite stops training before the update"),
     "debug": Field("honoured", "underflow_overflow: upshift.debugging also warns earlier. Nothing is compiled unless you ask"),
@@ -101,7 +102,6 @@ FIELDS: dict[str, Field] = {
         CHECKPOINTS,
     ),
     # refused
-    "neftune_noise_alpha": Field("refused", "Upshift plans the model's own mathematics, without noise; leave it unset"),
     "deepspeed": Field("refused", "use fsdp=True, or leave it unset: the plan then says how ranks share the model"),
     "parallelism_config": OTHER_ENGINE,
 }  # fmt: skip

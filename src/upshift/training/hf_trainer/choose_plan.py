@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 from torch import nn
-from torch.utils.data import ConcatDataset, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
@@ -124,12 +124,31 @@ def _why_no_workers(dataset: Any, device: str) -> str:
 def _draw_chunks(dataset: Any, sampler: Any, size: int, count: int) -> Iterator[list[Any]]:
     """Return the examples of some batches, ``count`` examples in all.
 
-    Several data sets may have other columns, and only their sampler knows which examples share a batch.
+    A sampler that makes batches in a way of its own alone knows which examples may share one: those of one of several data sets.
     """
-    if isinstance(dataset, ConcatDataset) and type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
-        return ([dataset[index] for index in indices] for indices in islice(sampler, math.ceil(count / size)))
+    own_batches = _copy_own_batches(sampler, dataset)
+    if own_batches is not None and hasattr(dataset, "__getitem__"):
+        return ([dataset[index] for index in indices] for indices in islice(own_batches, math.ceil(count / size)))
     examples = _draw_examples(dataset, count)
     return iter(lambda: list(islice(examples, size)), [])
+
+
+def _copy_own_batches(sampler: Any, dataset: Any) -> Any | None:
+    """Return a copy of a sampler of batches, whose state stays as it is, or None if any examples may share a batch.
+
+    They may where torch's BatchSampler cuts an order of examples. accelerate's samplers of ranks hold another one.
+    """
+    inner = sampler
+    while isinstance(inner, BatchSampler) and isinstance(held := getattr(inner, "batch_sampler", None), BatchSampler):
+        inner = held
+    if inner is None or getattr(type(inner), "__iter__", None) is BatchSampler.__iter__:
+        return None
+    shared = {id(part): part for part in (dataset, *getattr(dataset, "datasets", ()))}  # the examples are not copied
+    try:
+        return copy.deepcopy(inner, shared)
+    except Exception as error:  # copying an object of the script may raise anything
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise NoSample(f"the sampler of batches cannot be copied, and drawing from it would change the run ({message})") from None
 
 
 def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:

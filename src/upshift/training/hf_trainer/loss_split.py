@@ -29,7 +29,7 @@ from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.model_calls import StepCalls, record_calls
 from upshift.training.batches.user_batches import InseparableRows, RowBatch, RowStructure
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
 from upshift.training.out_of_memory import is_out_of_memory
 
@@ -105,11 +105,18 @@ def has_batch_statistics(model: nn.Module) -> str | None:
     return None
 
 
+def has_noise(model: nn.Module) -> bool:
+    """Return whether transformers adds noise to the embeddings (NEFTune). Its scale depends on the width of a batch."""
+    return any(getattr(module, "neftune_noise_alpha", None) is not None for module in model.modules())
+
+
 def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
     """Return how the loss splits over rows. ``num_first`` is the number of rows of the first global batch."""
     statistics = has_batch_statistics(model)
     if statistics:
         return Split(None, reason=f"{statistics} computes over the rows of a batch")
+    if has_noise(model):
+        return Split(None, reason="the noise of neftune_noise_alpha depends on the width of a batch")
     pairs = _choose_pairs(rows, num_first, is_library_loss=probes.is_library_loss)
     if not pairs:
         return Split(None, reason="there are no two rows to compare")

@@ -30,7 +30,7 @@ from upshift.training.batches.model_calls import StepCalls
 from upshift.training.batches.stand_ins import find_rows
 from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,

@@ -27,7 +27,7 @@ from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.held_memory import limited_memory
 from upshift.training.hf_trainer.arguments import (

@@ -20,7 +20,7 @@ from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch, cut_rows, halve_group
-from upshift.training.data.corpus import IGNORED
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
 from upshift.training.distributed.mesh import Mesh, all_reduce_max

@@ -443,7 +443,7 @@ class TrainingLoop:
         batches = evaluation_batches(
             self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
         )
-        preference = PreferenceLoss(self.arguments.dpo_beta)
+        preference = PreferenceLoss(self.arguments.dpo_beta, self.arguments.center_rewards_coefficient)
         rewards: Rewards | None = None
         with self._phase("evaluation"):
             loss = evaluate(self.train_step.model, self.plan, batches, preference)

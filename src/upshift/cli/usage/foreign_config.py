@@ -1,0 +1,188 @@
+"""Read the config of another library as options of ``upshift train``, and reject by name what has no option.
+
+A key is an option here, or a choice that the plan makes and that changes no mathematics, or it is rejected. Null is no value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from upshift.cli.usage.help_page import CONFIG
+from upshift.cli.usage.messages import WrongValue
+from upshift.cli.usage.run_file import FOREIGN, FileEntry, file_parameters, key_of, with_entries, without_option
+from upshift.errors import RequestError
+from upshift.planning.optimizers import ALIASES, optimizers
+
+DATA_KEYS = ("data", "eval-data")
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # one computation, of which the plan takes the fastest
+OFF_VALUES = (False, 0, "", "no", "none")
+
+
+@dataclass(frozen=True)
+class Understood:
+    """One option, as a key of a run file with its value, and the keys of the config that it was read from."""
+
+    key: str
+    value: Any
+    sources: tuple[str, ...]
+
+
+@dataclass
+class ForeignConfig:
+    """A config, and what is understood of it."""
+
+    path: str
+    values: dict[str, Any]  # without null
+    typed: Collection[str]  # keys of the options that the user typed, which replace those of the config
+    options: list[Understood] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return a value, which is then done, or the default."""
+        return self.values.pop(key, default)
+
+    def add(self, key: str, value: Any, *sources: str) -> None:
+        """Add an option. The values of an option that takes several are joined."""
+        same = next((option for option in self.options if option.key == key and isinstance(value, list)), None)
+        if same is None:
+            self.options.append(Understood(key, value, sources))
+        else:
+            joined = Understood(key, [*same.value, *value], tuple(dict.fromkeys((*same.sources, *sources))))
+            self.options[self.options.index(same)] = joined
+
+    def reject(self, key: str, advice: str, *, replaced_by: str | None = None) -> None:
+        """Reject a key with advice, unless the user typed the option that replaces it."""
+        if replaced_by is not None and replaced_by in self.typed:
+            self.notes.append(f"{key}: --{replaced_by} replaces it")
+        else:
+            self.rejected.append(f"{key} ({advice})")
+
+
+def with_foreign_words(
+    command: Any,
+    context: Any,
+    words: Sequence[str],
+    values: Mapping[str, Any],
+    *,
+    parameter: str,
+    read: Callable[[Path, Collection[str]], ForeignConfig],
+    quiet: bool = False,
+) -> list[str]:
+    """Return the user's words, and before them those of a config. Print what is understood to standard error.
+
+    Args:
+        command: the command, and ``context`` that of its call, as in ``run_file.with_file_words``.
+        words: the words that the user typed after the command.
+        values: those of the parameters that the user typed, by name.
+        parameter: the parameter that names the config.
+        read: reads the config of a path. It gets the keys of the options that the user typed.
+        quiet: print nothing.
+    """
+    given = [name for name in (*FOREIGN, CONFIG) if values.get(name)]
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise RequestError(f"{names} both give options; write one file with --{given[0].replace('_', '-')} PATH --init PATH")
+    path = Path(values[parameter])
+    typed = {key_of(other) for other in file_parameters(command) if values.get(other.name) is not None}
+    config = read(path, typed)
+    if not quiet:
+        typer.echo("\n".join(describe(config)), err=True)
+    root: Any = yaml.compose(yaml.safe_dump({option.key: option.value for option in config.options}), Loader=yaml.SafeLoader)
+    entries = [FileEntry(str(key.value), value) for key, value in root.value]
+    return with_entries(command, context, words, values, entries, str(path))
+
+
+def expand_foreign(
+    command: Any,
+    context: Any,
+    words: Sequence[str],
+    *,
+    parameter: str,
+    read: Callable[[Path, Collection[str]], ForeignConfig],
+) -> list[str]:
+    """Return the words with the options of a config in place of its name. Print nothing."""
+    values = command.make_parser(context).parse_args(list(words))[0]
+    if not values.get(parameter):
+        return list(words)
+    remaining = without_option(words, f"--{parameter.replace('_', '-')}")
+    return with_foreign_words(command, context, remaining, values, parameter=parameter, read=read, quiet=True)
+
+
+def read_values(path: Path, *, option: str, library: str, needed: str) -> dict[str, Any]:
+    """Return the keys with a value. Raise RequestError if the file cannot be read or is no mapping with the needed key."""
+    advice = f"give the path of a config of {library}"
+    if not path.is_file():
+        raise WrongValue(f"{option} {path} {'is a folder' if path.is_dir() else 'does not exist'}; {advice}")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{option} {path} cannot be read: {error.strerror}; {advice}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{option} {path} is not UTF-8 text; {advice}") from None
+    except yaml.YAMLError as error:
+        raise RequestError(f"{option} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(document, Mapping) or needed not in document:
+        raise RequestError(f"{option} {path} is no config of {library}, because it has no key {needed}; for our own use --config")
+    return {str(key): value for key, value in document.items() if value is not None}
+
+
+def check_rejected(config: ForeignConfig) -> None:
+    """Raise RequestError that names every key that cannot be used."""
+    if config.rejected:
+        number = "1 key has" if len(config.rejected) == 1 else f"{len(config.rejected)} keys have"
+        raise RequestError(
+            f"{config.path}: {number} no option of upshift train: {'; '.join(config.rejected)}. Remove them, or follow the advice"
+        )
+
+
+def read_optimizer(config: ForeignConfig, key: str, name: str) -> None:
+    """Read an optimizer by transformers' name. AdamW is the plan's choice."""
+    if name in ADAMW:
+        config.planned.append(key)
+    elif name in optimizers() or name in ALIASES:
+        config.add("set", [f"optim={name}"], key)
+        allow = optimizers()[ALIASES.get(name, name)].allow
+        if allow is not None:
+            config.add("allow", [allow], key)
+    else:
+        config.reject(f"{key} {name}", f"use one of {', '.join(optimizers())}")
+
+
+def add_data_sets(config: ForeignConfig, key: str, data_sets: Sequence[Mapping[str, Any]], source: str) -> None:
+    """Add data sets: as plain options if there is one that needs no description, else as the JSON of a description."""
+    plain = {"path": key, "split": "split", "format": "data-format", "text_column": "text-column", "loss_on": "loss-on"}
+    only = data_sets[0] if len(data_sets) == 1 else {}
+    if only and only.keys() <= plain.keys() and (key == "data" or only.keys() <= {"path", "format", "loss_on", "text_column"}):
+        for name, value in only.items():
+            if name == "path" or (key == "data" and value is not None):
+                config.add(plain[name], value, f"{source}.{name}")
+        return
+    config.add(key, json.dumps(list(data_sets), ensure_ascii=False), source)
+
+
+def describe(config: ForeignConfig) -> list[str]:
+    """Return the lines that say what was understood."""
+    lines = [f"{config.path}, as options of upshift train:"]
+    for option in config.options:
+        name = "MODEL" if option.key == "model" else f"--{option.key}"
+        value = ",".join(map(str, option.value)) if isinstance(option.value, list) else str(option.value)
+        words = name if option.value is True else f"{name} {value}"
+        replaced = ", replaced by the command line" if option.key in config.typed else ""
+        lines.append(f"  {words}  ({', '.join(option.sources)}{replaced})")
+    if config.planned:
+        lines.append(f"  the plan chooses: {', '.join(config.planned)}")
+    return lines + [f"  note: {note}" for note in config.notes]
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value turns a feature off."""
+    return value in OFF_VALUES or (isinstance(value, Sequence | Mapping) and not value)

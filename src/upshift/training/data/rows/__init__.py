@@ -1,0 +1,1 @@
+"""Data sets that are described: several files with their slices, names of columns, and templates of prompts."""
