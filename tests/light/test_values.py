@@ -23,6 +23,7 @@ from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
 from upshift.launching.request import HostJob, Launch
 from upshift.launching.server import ServerJob
+from upshift.launching.vllm_server import VllmJob
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
 from upshift.planning.workload import LengthHistogram
@@ -206,6 +207,12 @@ def server_jobs() -> st.SearchStrategy[ServerJob]:
     return fields_of(ServerJob, **instead).map(lambda fields: ServerJob(**fields))
 
 
+def vllm_jobs() -> st.SearchStrategy[VllmJob]:
+    engine_arguments = st.lists(st.tuples(NAMES, st.integers(0, 9) | NAMES), max_size=MAX_ITEMS).map(tuple)
+    instead = {**HOST_FIELDS, "port": st.integers(1, 2**16 - 1), "arguments": engine_arguments}
+    return fields_of(VllmJob, **instead).map(lambda fields: VllmJob(**fields))
+
+
 @st.composite
 def launches(draw: st.DrawFn) -> Launch:
     least, more = draw(st.integers(1, 9)), draw(st.integers(0, 9))
@@ -219,7 +226,7 @@ def launches(draw: st.DrawFn) -> Launch:
 
 SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {
     Host: hosts, HostJob: host_jobs, Launch: launches, LengthHistogram: histograms, Plan: plans, ServerJob: server_jobs,
-    XlaArguments: xla_arguments,
+    VllmJob: vllm_jobs, XlaArguments: xla_arguments,
 }  # fmt: skip
 
 
