@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.table import Table
 
@@ -73,7 +73,8 @@ def command(
     from upshift.inference.media.files import holds_media
     from upshift.inference.weights import find_weights
 
-    media_options = MediaOptions(quality, engine, race_seconds, overwrite, as_json)
+    longest_race: float | Literal["run"] = "run" if race_seconds is None else race_seconds
+    media_options = MediaOptions(quality, engine, longest_race, overwrite, as_json)
     workers = WorkerOptions(replicas, on_ray)
     if holds_media(texts):
         refuse_options(query, task, max_latency_ms, workers)
@@ -92,7 +93,7 @@ def command(
         encode_media(model, texts, output, media_options)
         return
     arguments: dict[str, Any] = {
-        "model": model, "quality": quality, "engine": engine, "max_latency_ms": max_latency_ms, "race_seconds": race_seconds,
+        "model": model, "quality": quality, "engine": engine, "max_latency_ms": max_latency_ms, "race_seconds": longest_race,
         **({} if has_pairs else {"task": checked_task}),
     }  # fmt: skip
     _encode_texts(arguments, texts, query, output, workers, has_pairs=has_pairs, as_json=as_json)

@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from upshift.cli import tables
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
@@ -24,7 +24,7 @@ class MediaOptions(NamedTuple):
 
     quality: str
     engine: str | None
-    race_seconds: float | None
+    race_seconds: float | Literal["run"]
     overwrite: bool
     as_json: bool
 

@@ -157,6 +157,7 @@ def command(
         return
     if prompt is not None:
         refuse_workers(workers, "--prompt is one text")
+    race_options["race_seconds"] = "run" if race_seconds is None else race_seconds
     arguments = {"model": model, **race_options, "chat": chat, "max_memory": read_max_memory(max_memory)}
     generator, generation = _prepare(arguments, generation_options)
     if prompt is not None:

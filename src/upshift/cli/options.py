@@ -284,7 +284,7 @@ RaceSeconds = Annotated[
     float | None,
     option(
         "--race-seconds", text="The longest time of the race, in seconds.", panel=Panel.LIMITS, metavar="SECONDS",
-        default="90, or a tenth of the run if that is more", least=ABOVE_ZERO,
+        default="90, a tenth of a longer run, the time of a shorter one", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
 MaxTtft = Annotated[

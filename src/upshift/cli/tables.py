@@ -311,9 +311,10 @@ def print_race_notes(race: Any, unit: str) -> None:
         names = [run.setup.label() for run in race.runs if run.stopped == reason]
         if names:
             dim(f"Timed once only, as {text}: {', '.join(dict.fromkeys(names))}")
-    for skipped in race.left_out:
-        dim(f"{skipped.setup.label()} did not race: {_skip_reason(skipped, race, unit)}")
-    if race.seconds:
+    _print_skipped(race, unit)
+    if race.seconds > race.allowed:
+        dim(f"The race took {race.seconds:.0f} s, because the reference always runs to its end")
+    elif race.seconds:
         dim(f"The race took {race.seconds:.0f} s of at most {race.allowed:.0f} (--race-seconds)")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
@@ -322,9 +323,18 @@ def print_race_notes(race: Any, unit: str) -> None:
         dim(f"{name} is not installed and did not race: {install_line(name)}{expected_rate}")
 
 
+def _print_skipped(race: Any, unit: str) -> None:
+    """Print a line for each reason, with all engines that did not race for this reason."""
+    names_by_reason: dict[str, list[str]] = {}
+    for skipped in race.left_out:
+        names_by_reason.setdefault(_skip_reason(skipped, race, unit), []).append(skipped.setup.label())
+    for reason, names in names_by_reason.items():
+        dim(f"{', '.join(dict.fromkeys(names))} did not race: {reason}")
+
+
 def _skip_reason(skipped: Any, race: Any, unit: str) -> str:
     if skipped.reason == "time":
-        return f"the {race.allowed:.0f} s of the race were over; --race-seconds gives it more"
+        return f"the {format_seconds(race.allowed)} of the race were over; --race-seconds gives it more"
     if skipped.reason == "start":
         engine = skipped.setup.engine
         return f"a run of this length ends about as soon as its process has started twice; --engine {engine} races it"

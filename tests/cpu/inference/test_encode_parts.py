@@ -31,7 +31,17 @@ from upshift.inference.race import rows as rows_module
 from upshift.inference.race.early_stopping import EarlyStopping
 from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
-from upshift.inference.race.types import Contest, Limits, Quality, RaceRequest, Run, pick_evenly_from_stream, read_quality
+from upshift.inference.race.types import (
+    Contest,
+    Limits,
+    Quality,
+    RaceRequest,
+    RaceSeconds,
+    Run,
+    Skipped,
+    pick_evenly_from_stream,
+    read_quality,
+)
 from upshift.inference.registry import EngineName, EngineSetup, Precision
 from upshift.inference.resumable_output import UnfinishedLines, count_lines, read_blocks
 from upshift.models.source import ModelSource
@@ -430,6 +440,39 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     shown = {run.setup.engine: run.per_second for run in many.best()}
     assert shown["ctranslate2"] == 95.0 and shown["openvino"] == 90.0
     assert race(1000.0).recalled and race(1000.0).chosen == many.chosen
+
+
+def test_a_short_run_does_not_wait_for_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text takes transformers 0.1 s, which no engine can save by a race. Later calls would use the result, and race."""
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
+    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+
+    def ran(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skipped]:
+        for setup in request.setups:
+            if request.before and request.seconds <= 0.0:
+                yield Skipped(setup=setup, reason="time")
+                continue
+            rate = 20.0 if setup.engine == "openvino" else 10.0
+            run = Run(setup=setup.changed(batch=256), seconds=Spread.of([0.1]), per_second=rate, load_seconds=0.1)
+            yield run.changed(largest_difference=0.0, worst_cosine=1.0)
+
+    monkeypatch.setattr(race_module, "stream_runs", ran)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256,), hint="throughput")
+
+    def race(amount: float, seconds: RaceSeconds, engine: EngineName | None = None) -> Race:
+        policy = RacePolicy("exact", Limits(), amount, engine=engine, seconds=seconds)
+        return race_module.race(contest, detect(), [[1, 2]], policy, forecast=lambda: lambda setup: 1.0)
+
+    short = race(1.0, "run")
+    assert short.chosen.engine == "torch" and {skip.reason for skip in short.left_out} == {"time"} and not short.recalled
+    assert race(1.0, "run").recalled
+    assert race(1.0, None).chosen.engine == "openvino"  # in Python
+    assert race(1.0, "run").chosen.engine == "openvino"  # what is known already costs nothing
+    assert race(1.0, "run", engine="openvino").chosen.engine == "openvino"
+    assert race(1e4, "run").chosen.engine == "openvino"
 
 
 def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

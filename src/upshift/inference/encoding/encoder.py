@@ -11,7 +11,7 @@ from upshift.errors import RequestError
 from upshift.inference.encoding.model_config import EncodingConfig, Task, read_encoding_config, read_task
 from upshift.inference.encoding.raced_model import RacedModel, check_texts
 from upshift.inference.encoding.run import SparseVector, TokenScores, token_counts
-from upshift.inference.race.types import Run
+from upshift.inference.race.types import RaceSeconds, Run
 from upshift.models.source import ModelSource
 
 SPARSE_BLOCK = 256  # texts whose weights of the whole vocabulary are in memory at once
@@ -32,7 +32,7 @@ class Encoder(RacedModel):
             as 0.99.
         engine: the only engine to use.
         max_latency_ms: longest time of a batch that runs alone.
-        race_seconds: time of the race.
+        race_seconds: time of the race. "run": no longer than the run of the first call takes.
         on_run: called after each run of the race.
 
     Raises:
@@ -48,7 +48,7 @@ class Encoder(RacedModel):
         quality: str | float = "exact",
         engine: str | None = None,
         max_latency_ms: float | None = None,
-        race_seconds: float | None = None,
+        race_seconds: RaceSeconds = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self._task = read_task(task)

@@ -20,7 +20,7 @@ from upshift.inference.encoding.text_tokenizer import TextTokenizer
 from upshift.inference.race.forecast import forecast_encoding
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
+from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import Hint
 from upshift.inference.resumable_output import is_text, read_blocks
 from upshift.inference.weights import check_requested_engine, find_weights, stored_for
@@ -52,7 +52,7 @@ class RacedModel(ABC):
             as 0.99.
         engine: the only engine to use.
         max_latency_ms: longest time of a batch that runs alone.
-        race_seconds: time of the race.
+        race_seconds: time of the race. "run": no longer than the run of the first call takes.
         on_run: called after each run of the race.
 
     Raises:
@@ -67,7 +67,7 @@ class RacedModel(ABC):
         quality: str | float = "exact",
         engine: str | None = None,
         max_latency_ms: float | None = None,
-        race_seconds: float | None = None,
+        race_seconds: RaceSeconds = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))

@@ -38,7 +38,7 @@ from upshift.inference.generation.text_batches import generate_texts
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
+from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, engine_folder, find_weights, stored_for
@@ -85,7 +85,7 @@ class Generator:
         chat: read a text as the message of a user, by the model's chat template.
         max_memory: the memory limit of a CPU: {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that is
             larger runs in transformers in its stored precision, partly from the disk.
-        race_seconds: time of the race.
+        race_seconds: time of the race. "run": no longer than the run of the first call takes.
         engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
         draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch" or "vllm".
         adapters: the folders of LoRA adapters that a server's requests may name. Only vLLM computes them.
@@ -108,7 +108,7 @@ class Generator:
         max_tpot_ms: float | None = None,
         chat: bool = False,
         max_memory: Mapping[str | int, str | int] | None = None,
-        race_seconds: float | None = None,
+        race_seconds: RaceSeconds = None,
         engine_python: str | Path | None = None,
         engine_arguments: Mapping[str, Any] | None = None,
         serves: bool = False,

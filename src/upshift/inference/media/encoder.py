@@ -21,7 +21,7 @@ from upshift.inference.media.model import MediaInputs, read_media_config
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_quality, read_seconds
+from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
 from upshift.inference.weights import check_requested_engine, find_weights, stored_for
 from upshift.models.config import label_names
@@ -41,7 +41,7 @@ class MediaEncoder:
         model: directory or hub id.
         quality: "exact" (fp32, within 1e-4 of transformers), or the lowest cosine to transformers that an item may have.
         engine: the only engine to use.
-        race_seconds: time of the race.
+        race_seconds: time of the race. "run": no longer than the run of the first call takes.
         on_run: called after each run of the race.
 
     Raises:
@@ -54,7 +54,7 @@ class MediaEncoder:
         *,
         quality: str | float = "exact",
         engine: str | None = None,
-        race_seconds: float | None = None,
+        race_seconds: RaceSeconds = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from upshift.inference.race.early_stopping import is_dominated
 from upshift.inference.race.forecast import Forecast
-from upshift.inference.race.types import Limits, Quality, RaceRequest, Reason, Run, Skipped, Stopped
+from upshift.inference.race.types import Limits, Quality, RaceRequest, RaceSeconds, Reason, Run, Skipped, Stopped
 from upshift.inference.registry import ENGINES, EngineName, EngineSetup
 
 RACE_SECONDS = 90.0  # the longest time of a race
@@ -38,13 +38,14 @@ class RacePolicy:
 
     ``amount``: texts to encode, or tokens to generate, for which compiling must pay off.
     ``engine``: the only engine that runs beside the reference. None: all engines.
-    ``seconds``: the time of the race. None: it follows from the amount."""
+    ``seconds``: the time of the race. None: it follows from the amount. "run": it also is no longer than the run itself, because
+    no later call of this process uses its result."""
 
     quality: Quality
     limits: Limits
     amount: float
     engine: EngineName | None = None
-    seconds: float | None = None
+    seconds: RaceSeconds = None
 
     @property
     def is_limited(self) -> bool:
@@ -75,9 +76,12 @@ class RacePolicy:
     def time_budget(self, runs: Sequence[Run]) -> float:
         """Return the seconds of a race: the user's, or a share of the time that the fastest setup so far needs for the
         user's run."""
-        if self.seconds:
+        if self.seconds and self.seconds != "run":
             return self.seconds
-        run_seconds = self.amount / (best_rate(runs, self.quality) or math.inf)
+        rate = best_rate(runs, self.quality)
+        run_seconds = self.amount / (rate or math.inf)
+        if self.seconds == "run" and rate and self.engine is None and not self.limits:
+            return max(min(RACE_SECONDS, run_seconds), RACE_SHARE * run_seconds)
         start_seconds = 0.0
         if self.engine is not None and ENGINES[self.engine].has_environment:  # the user has asked for its start
             start_seconds = START_LIMIT_SECONDS

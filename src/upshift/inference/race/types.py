@@ -55,8 +55,15 @@ def read_limit(name: str, milliseconds: float | None) -> float | None:
     return milliseconds
 
 
-def read_seconds(seconds: float | None) -> float | None:
+RaceSeconds = float | Literal["run"] | None  # of a race; "run": at most as long as the run itself; None: RacePolicy decides
+
+
+def read_seconds(seconds: RaceSeconds) -> RaceSeconds:
     """Return the time limit of a race. Raise RequestError if it is not a positive number."""
+    if isinstance(seconds, str):
+        if seconds != "run":
+            raise RequestError(f"race_seconds {seconds!r} is not possible; give seconds above 0, or 'run'")
+        return seconds
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise RequestError(f"--race-seconds {seconds:g} is not possible; give seconds above 0")
     return seconds
