@@ -7,9 +7,9 @@ from typing import get_args
 import typer
 
 from upshift.benchmarking.ab_test import Measure
+from upshift.cli.launch import KINDS
 from upshift.cli.main import app
 from upshift.cli.tune import OBJECTIVES as LISTED_OBJECTIVES
-from upshift.launching.kubernetes import KINDS
 from upshift.loading.files.tensors import COMPUTE_DTYPES
 from upshift.planning.analysis.max_size import DimensionName
 from upshift.planning.layout import FullyShard

@@ -35,6 +35,7 @@ def test_memory_is_in_the_table_of_80_columns(upshift: Command, decoder: Path, t
     code, out, err = upshift("plan", decoder, *task.split(), "--on", "8xh100")
     assert code == 0, err
     head = next(line for line in out.splitlines() if "TTFT ms" in line)
+    assert ("TPOT ms" in head) == ("--generate" in task)
     assert head.split()[-1] == "GiB" and len(head) <= 80
     assert "plans that fit" in out
 

@@ -92,7 +92,7 @@ def test_sliders_move_the_picture_and_the_words(driven: tuple[str, dict[str, Any
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upshift: Command) -> None:
     planning = made_up_planning(on="1xh200", global_batch=2)
-    monkeypatch.setattr("upshift.cli.plan.command.plan_training", lambda *request, **more: planning)
+    monkeypatch.setattr("upshift.cli.plan.questions.plan_training", lambda *request, **more: planning)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
     request = ("plan", tmp_path / "config.json", "--on", "1xh200", "--html")

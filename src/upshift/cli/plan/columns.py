@@ -42,7 +42,8 @@ def print_rows(rows: Sequence[Row], kinds: Sequence[str], *, priority: Sequence[
     Args:
         rows: the plans, best first.
         kinds: the kinds of choices, in the order of the columns.
-        priority: the columns of numbers, the most important one first. The last ones are left out of a narrow table.
+        priority: the columns of numbers, the most important one first. The last ones are left out of a narrow table. So are those
+            that are empty in every row.
     """
     differing = [kind for kind in kinds if len({row.choices.get(kind) for row in rows}) > 1]
     shared = [text for kind in kinds if kind not in differing and (text := rows[0].choices.get(kind))]
@@ -52,7 +53,7 @@ def print_rows(rows: Sequence[Row], kinds: Sequence[str], *, priority: Sequence[
     texts = {kind: [_cell(kind, row.choices.get(kind)) for row in rows] for kind in differing}
     if any(row.num_alike for row in rows):
         texts["alike"] = [f"+{row.num_alike}" if row.num_alike else "" for row in rows]
-    numbers = {name: [row.numbers[name] for row in rows] for name in priority}
+    numbers = {name: cells for name in priority if any(cells := [row.numbers[name] for row in rows])}
     above, below, shown = _arrange(texts, numbers, room=tables.out.width - len(MARGIN))
     numbers = {name: numbers[name] for name in rows[0].numbers if name in shown}
     ranks = [row.rank for row in rows]
