@@ -102,4 +102,6 @@ def _print_quality(result: Any, output: Path) -> None:
     same_token = "" if encodes else "same token: the likeliest is that of before; "
     dim(f"{fitted}; {same_token}cosine: of a {compared}, the median")
     command = "encode" if encodes else "generate"
-    tables.out.print(f"{output} loads with {LOADS[result.task, result.engine]}, and with: upshift {command} {output}")
+    tables.out.print(
+        f"{output} loads with {LOADS[result.task, result.engine]}, and with: upshift {command} {output}", soft_wrap=True
+    )

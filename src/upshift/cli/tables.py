@@ -262,9 +262,11 @@ STOPPED = {  # why the race stopped timing an engine, by the reason's name
 }
 
 
-def dim(text: str, console: Console | None = None) -> None:
-    """Print a text in gray. ``console``: standard output if None."""
-    (console or out).print(text, style="dim", highlight=False)
+def dim(text: str, console: Console | None = None, *, soft_wrap: bool = False) -> None:
+    """Print a text in gray.
+
+    ``console``: standard output if None. ``soft_wrap``: never break the line, so that its command or path can be copied."""
+    (console or out).print(text, style="dim", highlight=False, soft_wrap=soft_wrap)
 
 
 def run_printer(unit: str) -> Callable[[Any], None]:
@@ -317,10 +319,10 @@ def print_race_notes(race: Any, unit: str) -> None:
     elif race.seconds:
         dim(f"The race took {race.seconds:.0f} s of at most {race.allowed:.0f} (--race-seconds)")
     if race.recalled:
-        dim(f"remembered; delete {race.file} to race again")
+        dim(f"remembered; delete {race.file} to race again", soft_wrap=True)
     for name, rate in race.expected.items():
         expected_rate = f"; the planner expects {rate:,.0f} {unit} of it" if rate else ""
-        dim(f"{name} is not installed and did not race: {install_line(name)}{expected_rate}")
+        dim(f"{name} is not installed and did not race: {install_line(name)}{expected_rate}", soft_wrap=True)
 
 
 def _print_skipped(race: Any, unit: str) -> None:
