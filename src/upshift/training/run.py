@@ -30,7 +30,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainRequest
-from upshift.training.batches.sampler import count_steps
+from upshift.training.batches.sampler import check_enough_data, count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.data_options import DataOptions, ObjectiveName
@@ -192,10 +192,11 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         options=request.as_options, progress=watcher.tokenizing,
     )  # fmt: skip
     check_evaluations(request.arguments, will_evaluate=True, data=data)
+    global_batch = request.global_batch * request.rows_together
+    check_enough_data(data.training, global_batch, data.objective)
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
-    global_batch = request.global_batch * request.rows_together
     steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length,

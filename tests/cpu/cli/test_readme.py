@@ -47,7 +47,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     (folder / "space.yaml").write_text("learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}\n")
     return {
         "MODEL": str(folder / "model"), "upshift-demo/trained": str(folder / "model"), "PATH": str(folder / "text.txt"),
-        "trained": str(folder / "trained"),
+        "upshift-demo/text": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "examples/texts.txt": str(ROOT / "examples" / "texts.txt"), "rows.npy": str(folder / "rows.npy"),
         "examples/prompts.txt": str(ROOT / "examples" / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
         CHAT_MODEL: str(save_model(folder / "chat-model", byte_level_tokenizer(MARKED))), "tuned": str(folder / "tuned"),
@@ -84,6 +84,9 @@ def test_commands(line, paths, upshift, tmp_path):
     if "xla" in arguments:
         arguments = [*arguments[:-1], f"{arguments[-1]}-xla", "--max-steps", "2"]
     elif arguments[1] == "train":  # short, and without the minute of trials
+        if "--max-steps" in arguments:
+            place = arguments.index("--max-steps")
+            del arguments[place : place + 2]
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
     if arguments[1] == "profile":
         short = ["--sequence-length", "64", "--trial-seconds", "0", "--set", "torch_compile=off"]

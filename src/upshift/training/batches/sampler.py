@@ -139,10 +139,10 @@ def check_enough_data(sequences: Sequences, global_batch: int, objective: Object
     if len(sequences) >= global_batch:
         return
     together = objective.rows_together
+    count = len(sequences) // together
     raise RequestError(
-        f"the data has {len(sequences) // together} {'pairs of ' * objective.has_pairs}sequences of up to "
-        f"{sequences.sequence_length} tokens, one global batch takes {global_batch // together}; use a smaller global batch or "
-        "more data"
+        f"the data has {count} {'pairs of ' * objective.has_pairs}sequences of up to {sequences.sequence_length} tokens, one global "
+        f"batch takes {global_batch // together}; use a global batch of at most {count} (--global-batch {count}), or more data"
     )
 
 
