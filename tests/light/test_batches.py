@@ -333,7 +333,7 @@ def source_of(**changes):
 @pytest.mark.parametrize(
     ("request_it", "words"),
     [
-        (lambda: source_of(global_batch=9), ["3 sequences", "9", "smaller global batch"]),
+        (lambda: source_of(global_batch=9), ["3 sequences", "9", "global batch of at most 3"]),
         (lambda: source_of(global_batch=0), ["global_batch=0"]),
         (
             lambda: source_of(objective=SEQ2SEQ, layout=Layout(micro_batch=1, packing=True)),

@@ -157,8 +157,7 @@ def command(
         return
     if prompt is not None:
         refuse_workers(workers, "--prompt is one text")
-    race_options["race_seconds"] = "run" if race_seconds is None else race_seconds
-    arguments = {"model": model, **race_options, "chat": chat, "max_memory": read_max_memory(max_memory)}
+    arguments = _generator_arguments(model, race_options, chat=chat)
     generator, generation = _prepare(arguments, generation_options)
     if prompt is not None:
         _stream(generator, prompt, generation, as_json=as_json)
@@ -222,6 +221,18 @@ def _answer_batch(
         return
     new = counts.total - counts.resumed
     tables.out.print(f"{counts.total:,} answers in {output} ({new:,} now, {counts.failed:,} of them errors)")
+
+
+def _generator_arguments(model: str, race_options: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Return the arguments of the Generator. Unless the user says otherwise, the race takes no longer than the run."""
+    longest_race = race_options["race_seconds"]
+    return {
+        **race_options,
+        "model": model,
+        "chat": chat,
+        "max_memory": read_max_memory(race_options["max_memory"]),
+        "race_seconds": "run" if longest_race is None else longest_race,
+    }
 
 
 def _prepare(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:

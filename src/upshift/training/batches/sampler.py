@@ -140,9 +140,10 @@ def check_enough_data(sequences: Sequences, global_batch: int, objective: Object
         return
     together = objective.rows_together
     count = len(sequences) // together
+    kind = "pairs of sequences" if objective.has_pairs else "sequences"
     raise RequestError(
-        f"the data has {count} {'pairs of ' * objective.has_pairs}sequences of up to {sequences.sequence_length} tokens, one global "
-        f"batch takes {global_batch // together}; use a global batch of at most {count} (--global-batch {count}), or more data"
+        f"the data has {count} {kind} of up to {sequences.sequence_length} tokens, one global batch takes "
+        f"{global_batch // together}; use a global batch of at most {count} (--global-batch {count}), or more data"
     )
 
 
