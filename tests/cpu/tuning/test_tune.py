@@ -116,7 +116,7 @@ def test_a_trial_is_evaluated_at_rungs_and_at_its_end(found: TuneResult) -> None
 
 def test_what_cannot_run_is_a_row_with_its_reason(found: TuneResult) -> None:
     large = [row for row in found.trials if row.parameters["global_batch"] == 4096]
-    assert large and all(row.state == "fail" and "use a smaller global batch" in row.reason for row in large)
+    assert large and all(row.state == "fail" and "use a global batch of at most" in row.reason for row in large)
     for row in found.trials:
         assert (row.reason == "") == (row.state == "complete"), row
 
@@ -257,7 +257,7 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"space": {"sequence_length": [16, 32]}}, "sequence_length is 32 for all trials"),
         ({"space": {"global_batch": [2, 4]}, "global_batch": 16}, "global_batch is 16 for all trials"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: must be above 0"),
-        ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
+        ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a global batch of at most"),
     ],
 )
 def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path: Path) -> None:
