@@ -23,6 +23,12 @@ _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]i")
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 
 
+def check_port(port: int) -> None:
+    """Raise RequestError if a server on several hosts would take any port."""
+    if port == 0:
+        raise RequestError("--port 0 takes any port, and clients must know it; give one, such as --port 8000")
+
+
 class HostJob(Value):
     """The size of the hosts of a job, and what the job's file says of them."""
 

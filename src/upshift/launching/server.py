@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from upshift.errors import RequestError
 from upshift.launching.kubernetes import as_yaml, resource_lines, selector_lines, variable_lines
-from upshift.launching.request import HostJob
+from upshift.launching.request import HostJob, check_port
 from upshift.launching.slurm import folder_lines, size_directives
 
 START_PROBES = 180  # of 10 s each: a first start reads the model and races the engines
@@ -35,8 +35,7 @@ class ServerJob(HostJob):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.port == 0:
-            raise RequestError("--port 0 takes any port, and clients must know it; give one, such as --port 8000")
+        check_port(self.port)
         if self.gpus and self.num_devices > self.gpus:
             raise RequestError(
                 f"the server takes {self.num_devices} GPUs of a host, and --gpus gives {self.gpus}; give more, fewer --replicas, "

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from upshift.errors import RequestError
 from upshift.launching.kubernetes import as_yaml, resource_lines, selector_lines, variable_lines
-from upshift.launching.request import HostJob
+from upshift.launching.request import HostJob, check_port
 
 START_PROBES = 180  # of 10 s each: vLLM reads the model, and compiles
 MASTER_PORT = 29501  # where the ranks of a group meet
@@ -35,8 +35,7 @@ class VllmJob(HostJob):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.port == 0:
-            raise RequestError("--port 0 takes any port, and clients must know it; give one, such as --port 8000")
+        check_port(self.port)
         return self
 
     @model_validator(mode="after")

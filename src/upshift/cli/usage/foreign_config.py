@@ -50,6 +50,13 @@ class ForeignConfig:
         """Return a value, which is then done, or the default."""
         return self.values.pop(key, default)
 
+    def take_same(self, option_of: Mapping[str, str]) -> None:
+        """Add the options with the meaning of a key. ``option_of``: the option's key of each key of the config."""
+        for source, key in option_of.items():
+            value = self.take(source)
+            if value is not None and value is not False:
+                self.add(key, value, source)
+
     def add(self, key: str, value: Any, *sources: str) -> None:
         """Add an option. The values of an option that takes several are joined."""
         same = next((option for option in self.options if option.key == key and isinstance(value, list)), None)

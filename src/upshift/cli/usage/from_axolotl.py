@@ -59,7 +59,7 @@ def read_axolotl(path: Path, typed: Collection[str]) -> ForeignConfig:
     ``typed``: the keys of the options that the user typed.
     """
     config = ForeignConfig(str(path), read_values(path, option="--from-axolotl", library="Axolotl", needed="base_model"), typed)
-    _read_same(config)
+    config.take_same(OPTION_OF)
     _read_batch(config)
     _read_data(config)
     _read_objective(config)
@@ -72,14 +72,6 @@ def read_axolotl(path: Path, typed: Collection[str]) -> ForeignConfig:
     _read_others(config)
     check_rejected(config)
     return config
-
-
-def _read_same(config: ForeignConfig) -> None:
-    """Read the keys with an option of the same meaning."""
-    for source, key in OPTION_OF.items():
-        value = config.take(source)
-        if value is not None and value is not False:
-            config.add(key, value, source)
 
 
 def _read_batch(config: ForeignConfig) -> None:

@@ -57,10 +57,7 @@ def read_llama_factory(path: Path, typed: Collection[str]) -> ForeignConfig:
     """
     values = read_values(path, option="--from-llama-factory", library="LLaMA-Factory", needed="model_name_or_path")
     config = ForeignConfig(str(path), values, typed)
-    for source, key in OPTION_OF.items():
-        value = config.take(source)
-        if value is not None and value is not False:
-            config.add(key, value, source)
+    config.take_same(OPTION_OF)
     stage = _read_stage(config)
     _read_batch_and_length(config)
     _read_data(config, stage)
