@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from upshift.cli.main import app
+from upshift.cli.plan.exchange import SAME_IN_TRAINING
 from upshift.errors import RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -146,3 +149,11 @@ def test_programs_and_files(tmp_path: Path) -> None:
     for text, serves in (("vllm", False), ("axolotl", True), ("nothing", False)):
         with pytest.raises(RequestError, match="use one of"):
             read_target(text, serves=serves)
+
+
+def test_the_next_command_keeps_every_option_that_training_has() -> None:
+    """An option that is new in both commands, and that the line to type next would leave out, changes what is trained."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = {name: {option.name: option.opts for option in commands[name].params} for name in ("plan", "train")}
+    same = {name for name, flags in options["plan"].items() if options["train"].get(name) == flags}
+    assert same - {"model", "as_json"} == set(SAME_IN_TRAINING)
