@@ -118,6 +118,17 @@ def test_a_gpu_that_is_full_is_refused_in_words(
     assert "Traceback" not in done.stderr
 
 
+def test_a_profiler_that_records_no_kernels_is_said(
+    on_gpus: Run, keep_probe: Callable[[str], None], job: Path, tmp_path: Path
+) -> None:
+    """As on a GPU whose user may not use CUPTI."""
+    keep_probe("h100")
+    model, *rest = command(job, tmp_path / "profile")[3:]
+    done = on_gpus("h100", "-m", "upshift", "profile", "--", "train", model, *rest, *FIXED, "--trial-seconds", "0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "recorded no kernel on the GPU" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr, done.stderr[-2000:]
+
+
 def test_the_doctor_names_the_gpus(on_gpus: Run) -> None:
     done = on_gpus("2x4090", "-m", "upshift", "doctor", "--quick")
     assert "NVIDIA GeForce RTX 4090" in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr

@@ -9,6 +9,7 @@ is killed, so is the fork. Processes that a fork starts are forks of the same se
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -32,7 +33,7 @@ LATE = (
     "UPSHIFT_", "PYTEST_", "TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "OMPI_", "PMI_", "MASTER_", "RANK", "LOCAL_RANK",
     "GROUP_RANK", "ROLE_", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "COLUMNS", "LINES", "NO_COLOR", "TMPDIR", "PWD",
     "OLDPWD",
-    "PRETENDED_USED_MIB", "SHLVL", "_",
+    "CUDA_VISIBLE_DEVICES", "PRETENDED_USED_MIB", "PRETENDED_LEFT_MIB", "SHLVL", "_",
 )  # fmt: skip
 Real = subprocess.Popen
 
@@ -101,10 +102,12 @@ class WarmPython:
 
 def kind(variables: Mapping[str, str]) -> tuple[object, ...]:
     """Return what a process has from its start and a fork cannot change: variables, cores, and limits."""
-    early = frozenset((name, value) for name, value in variables.items() if not name.startswith(LATE))
+    early = {name: value for name, value in variables.items() if not name.startswith(LATE)}
+    if "PRETENDED_GPUS" in early:  # one GPU and several of a model are of one kind: imports ask for the capability
+        early["PRETENDED_GPUS"] = re.sub(r"\b\d+x", "", early["PRETENDED_GPUS"])
     cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     group = Path("/proc/self/cgroup")
-    return early, cores, group.read_text() if group.exists() else "", tuple(resource.getrlimit(limit) for limit in LIMITS)
+    return frozenset(early.items()), cores, group.read_text() if group.exists() else "", tuple(resource.getrlimit(limit) for limit in LIMITS)
 
 
 def is_followed(words: Sequence[str], options: Mapping[str, Any]) -> bool:

@@ -139,6 +139,8 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
+    if "pretended_cuda" in sys.modules:
+        sys.modules["pretended_cuda"].take_gpus()
     os.chdir(folder)
     os.umask(mask)
     sys.orig_argv[:] = words

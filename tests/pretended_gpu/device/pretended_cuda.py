@@ -37,11 +37,21 @@ def _load_extension() -> Any:
 ext = _load_extension()
 MIB = 2**20
 ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # of torch's wheels for CUDA 13
+MOST_GPUS = 8
 CONTEXT_BYTES = 500 * MIB  # that a process holds on a device beside its tensors
-gpus = pynvml.visible_gpus()
-ext.set_device_count(len(gpus))
-for _device, _gpu in enumerate(gpus):
-    ext.set_limit(_device, _gpu.mib * MIB)
+gpus: list[pynvml.Gpu] = []
+
+
+def take_gpus() -> None:
+    """Take the GPUs that the environment names."""
+    gpus[:] = pynvml.visible_gpus()
+    ext.set_device_count(len(gpus))
+    left = os.environ.get("PRETENDED_LEFT_MIB")  # what others leave of the memory that they did not hold when plans were made
+    for device, gpu in enumerate(gpus):
+        ext.set_limit(device, (gpu.mib if left is None else int(left)) * MIB)
+
+
+take_gpus()
 
 
 class Driver:
@@ -282,7 +292,7 @@ def _functions() -> dict[str, Any]:
         "CUDAGraph": CUDAGraph, "graph": graph, "is_current_stream_capturing": ext.is_recording, "ipc_collect": _nothing,
         "cudart": lambda: types.SimpleNamespace(cudaHostRegister=_register_host, cudaHostUnregister=_unregister_host),
         "get_arch_list": ARCHITECTURES.split,
-        "default_generators": tuple(torch.default_generator for _ in gpus), "can_device_access_peer": lambda *_: False,
+        "default_generators": (torch.default_generator,) * MOST_GPUS, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
 
 

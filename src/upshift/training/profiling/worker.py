@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemoryRecorder
+from upshift.errors import JobFailed
 from upshift.hardware.detect import detect
 from upshift.models.adapter import base_of
 from upshift.record import Record
@@ -51,6 +52,12 @@ from upshift.units import FLOP_CONVENTION, gib
 WARMUP_STEPS = 2  # steps before the measured ones, which allocate and compile
 PROFILED_STEPS = 3  # steps under the profiler
 NUM_OPERATORS = 12
+# CUPTI is NVIDIA's library that torch.profiler asks: https://developer.nvidia.com/ERR_NVGPUCTRPERM
+NO_KERNELS = (
+    "torch.profiler recorded no kernel on the GPU: NVIDIA's library CUPTI is missing, this user may not use it, or another "
+    "profiler such as nsys or DCGM holds it; end the other profiler, or allow its use "
+    "(https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+)
 
 
 class ProfiledLoop(TrainingLoop):
@@ -153,6 +160,8 @@ def _break_down(profiler: profile, *, on_device: bool) -> TimeBreakdown:
         for event in device_events:
             if not event.name().startswith("upshift.") and not event.is_user_annotation():
                 kernels.append(_span(event))
+        if not kernels:
+            raise JobFailed(NO_KERNELS)
         return break_down_device(kernels, updates, steps)
     main_thread = next(event.start_thread_id() for event in events if event.name() == STEP_RANGE)
     spans = [_span(event) for event in events if event.start_thread_id() == main_thread and not event.is_async()]
