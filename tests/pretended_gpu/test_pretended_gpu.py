@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_gpu_that_is_full_is_refused_in_words(
     done = on_gpus("t4", *command(job, tmp_path / "out"), *FIXED, PRETENDED_USED_MIB="15300")
     assert done.returncode == 3, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
+
+
+def test_memory_that_others_take_halves_the_batches_and_is_named(
+    on_gpus: Run, keep_probe: Callable[[str], None], job: Path, tmp_path: Path
+) -> None:
+    """A card that is shared: another process takes all but 8 MiB in the middle of the run."""
+    keep_probe("h100")
+    plain = (*FIXED, "--trial-seconds", "0", "--set", "precision=fp32", "--json")
+    alone = on_gpus("h100", *command(job, tmp_path / "alone"), *plain)
+    shared = on_gpus("h100", *command(job, tmp_path / "shared"), *plain, PRETENDED_LEFT="8 after 3")
+    assert (alone.returncode, shared.returncode) == (0, 0), alone.stderr + shared.stderr
+    assert losses(json.loads(shared.stdout)) == pytest.approx(losses(json.loads(alone.stdout)), rel=1e-5)
+    assert not (tmp_path / "alone" / "upshift_out_of_memory.jsonl").exists()
+    (line,) = (tmp_path / "shared" / "upshift_out_of_memory.jsonl").read_text().splitlines()
+    assert re.fullmatch(r"other processes have taken 78\.\d GiB since the run began", json.loads(line)["verdict"])
 
 
 def test_a_profiler_that_records_no_kernels_is_said(

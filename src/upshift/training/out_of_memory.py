@@ -230,7 +230,7 @@ class Autopsy(Value):
     parts: tuple[PartMemory, ...]
     held_gib: float  # of the process, or in use on the device
     free_gib: float  # left to others
-    free_when_planned_gib: float | None
+    free_before_gib: float | None  # what the run could use when it began
     allocator: dict[str, int]
     verdict: str
 
@@ -244,9 +244,10 @@ class Autopsy(Value):
 
 
 class MemoryReadings(Value):
-    """The memory in use while the failed step's tensors still existed, in bytes."""
+    """The memory in use, in bytes: at a failure, while the failed step's tensors still exist."""
 
-    held: int
+    held: int  # of the process, or in use on the device
+    own: int  # of it, this process's: on a device what the allocator has reserved
     tensors: int  # allocated on the device; 0 on a CPU, whose allocator keeps no count
     free: int
     allocator: dict[str, int]
@@ -258,8 +259,15 @@ def read_memory(device: str) -> MemoryReadings:
         free, total = torch.cuda.mem_get_info()
         counters = torch.cuda.memory_stats()
         allocator = {key: int(counters.get(key, 0)) for key in ALLOCATOR_KEYS}
-        return MemoryReadings(held=total - free, tensors=torch.cuda.memory_allocated(), free=free, allocator=allocator)
-    return MemoryReadings(held=resident_bytes(), tensors=0, free=psutil.virtual_memory().available, allocator={})
+        return MemoryReadings(
+            held=total - free,
+            own=torch.cuda.memory_reserved(),
+            tensors=torch.cuda.memory_allocated(),
+            free=free,
+            allocator=allocator,
+        )
+    held = resident_bytes()
+    return MemoryReadings(held=held, own=held, tensors=0, free=psutil.virtual_memory().available, allocator={})
 
 
 def make_autopsy(
@@ -270,7 +278,7 @@ def make_autopsy(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     predicted: Numbers | None,
-    free_when_planned: float | None,
+    free_before: float | None,
     shape: tuple[int, ...],
     smaller: tuple[int, ...],
     message: str,
@@ -304,8 +312,8 @@ def make_autopsy(
         held_gib=gib(readings.held),
         free_gib=gib(readings.free),
         allocator=readings.allocator,
-        free_when_planned_gib=gib(free_when_planned) if free_when_planned else None,
-        verdict=_verdict(parts, readings, predicted_held, free_when_planned, shape, planned),
+        free_before_gib=gib(free_before) if free_before else None,
+        verdict=_verdict(parts, readings, _taken_by_others(readings, base, free_before), predicted_held, shape, planned),
     )
 
 
@@ -313,11 +321,21 @@ def _part_memory(name: str, predicted: float | None, measured: float) -> PartMem
     return PartMemory(part=name, predicted_gib=None if predicted is None else gib(predicted), measured_gib=gib(measured))
 
 
+def _taken_by_others(readings: MemoryReadings, base: float, free_before: float | None) -> float:
+    """Return the bytes that other processes have taken since the run began, as far as they are known.
+
+    ``base``: what a process holds beside its tensors. A device's allocator does not count CUDA's context."""
+    if free_before is None:
+        return 0.0
+    on_device = bool(readings.tensors)
+    return free_before - readings.free - readings.own - (base if on_device else 0.0)
+
+
 def _verdict(
     parts: list[PartMemory],
     readings: MemoryReadings,
+    taken: float,
     predicted_held: float | None,
-    free_when_planned: float | None,
     shape: tuple[int, ...],
     planned: tuple[int, ...],
 ) -> str:
@@ -326,10 +344,8 @@ def _verdict(
     planned_tokens = planned[0] * planned[-1]
     if planned[-1] > 1 and tokens > planned_tokens:
         return f"a micro-batch of {tokens:,} tokens came, and the longest of the sample made {planned_tokens:,}"
-    if free_when_planned is not None and predicted_held is not None and readings.free + readings.held < free_when_planned:
-        taken = free_when_planned - readings.free - readings.held
-        if taken > MIN_EXCESS_SHARE * predicted_held:
-            return f"other processes have taken {format_bytes(taken)} since the plan was made"
+    if predicted_held is not None and taken > MIN_EXCESS_SHARE * predicted_held:
+        return f"other processes have taken {format_bytes(taken)} since the run began"
     excesses = [(part.measured_gib - part.predicted_gib, part) for part in parts if part.predicted_gib is not None]
     excess, worst = max(excesses, key=lambda pair: pair[0], default=(0.0, None))
     if worst is not None and excess > MIN_EXCESS_SHARE * sum(part.predicted_gib or 0.0 for part in parts):

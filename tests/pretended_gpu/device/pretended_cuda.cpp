@@ -47,6 +47,12 @@ struct DeviceMemory {
   size_t limit = 0;  // 0: none
 };
 static DeviceMemory memory[MAX_DEVICES];
+static size_t left_bytes = 0, left_after = 0, copies_to_host = 0;  // other processes take all but left_bytes after so many copies
+
+static size_t limit_now(const DeviceMemory& of_device) {
+  const bool are_there = left_after && copies_to_host >= left_after;
+  return are_there ? std::min(of_device.limit, left_bytes) : of_device.limit;
+}
 static std::map<void*, std::pair<int, size_t>> blocks;  // address -> device, bytes
 
 static void release_block(void* address) {
@@ -68,7 +74,7 @@ struct PretendedAllocator final : c10::Allocator {
       const size_t size = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
       std::lock_guard<std::mutex> lock(counters_lock);
       auto& of_device = memory[device];
-      TORCH_CHECK_WITH(OutOfMemoryError, !of_device.limit || of_device.allocated + size <= of_device.limit,
+      TORCH_CHECK_WITH(OutOfMemoryError, !of_device.limit || of_device.allocated + size <= limit_now(of_device),
                        "CUDA out of memory. Tried to allocate ", size / 1048576.0, " MiB. GPU ", device, " (pretended)");
       address = aligned_alloc(BLOCK_BYTES, size);
       blocks[address] = {device, size};
@@ -411,6 +417,7 @@ static Tensor empty_strided_on_device(IntArrayRef size, IntArrayRef stride, std:
 static Tensor& copy_between_devices(Tensor& self, const Tensor& source, bool non_blocking) {
   {
     std::lock_guard<std::mutex> lock(counters_lock);
+    if (self.is_cpu() && source.is_cuda()) copies_to_host++;
     if (self.is_cpu() && source.is_cuda()) host_waits[non_blocking ? "device to host, not waited for" : "device to host"]++;
     if (self.is_cuda() && source.is_cpu() && !non_blocking) host_waits["host to device, blocking"]++;
   }
@@ -554,6 +561,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated_and_peak", [](int device) { return std::make_tuple(memory[device].allocated, memory[device].peak); });
   m.def("reset_peak", [](int device) { memory[device].peak = memory[device].allocated; });
   m.def("set_limit", [](int device, size_t bytes) { memory[device].limit = bytes; });
+  m.def("limit_now", [](int device) { return limit_now(memory[device]); });
+  m.def("set_left", [](size_t bytes, size_t copies) { left_bytes = bytes; left_after = copies; copies_to_host = 0; });
   m.def("host_waits", [] { std::lock_guard<std::mutex> lock(counters_lock); return host_waits; });
   m.def("operator_calls", [] { std::lock_guard<std::mutex> lock(counters_lock); return operator_calls; });
   m.def("clear_counters", [] { std::lock_guard<std::mutex> lock(counters_lock); host_waits.clear(); operator_calls.clear(); });

@@ -46,9 +46,11 @@ def take_gpus() -> None:
     """Take the GPUs that the environment names."""
     gpus[:] = pynvml.visible_gpus()
     ext.set_device_count(len(gpus))
-    left = os.environ.get("PRETENDED_LEFT_MIB")  # what others leave of the memory that they did not hold when plans were made
     for device, gpu in enumerate(gpus):
-        ext.set_limit(device, (gpu.mib if left is None else int(left)) * MIB)
+        ext.set_limit(device, gpu.mib * MIB)
+    if taken := os.environ.get("PRETENDED_LEFT"):  # "8 after 3": other processes leave 8 MiB after the third copy to the host
+        mib, copies = taken.split(" after ")
+        ext.set_left(int(mib) * MIB, int(copies))
 
 
 take_gpus()
@@ -185,7 +187,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     _lazy_init()
     total = gpus[_index(device)].mib * MIB
-    return total - memory_allocated(device) - CONTEXT_BYTES, total
+    of_others = total - ext.limit_now(_index(device))
+    return max(total - of_others - memory_allocated(device) - CONTEXT_BYTES, 0), total
 
 
 def set_device(device: Any) -> None:

@@ -415,7 +415,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             model=self.model,
             optimizer=self.optimizer,
             predicted=self.upshift_choice.predicted,
-            free_when_planned=self.upshift_choice.free_bytes,
+            free_before=self.upshift_choice.free_bytes,
             shape=largest,
             smaller=smaller,
             message=message,

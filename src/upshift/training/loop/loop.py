@@ -54,7 +54,7 @@ from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import LoggedStep, Progress, RewardRow
 from upshift.training.neftune import add_embedding_noise
-from upshift.training.out_of_memory import make_autopsy
+from upshift.training.out_of_memory import make_autopsy, read_memory
 from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
@@ -130,6 +130,7 @@ class TrainingLoop:
         self.output = Path(job.output)
         self._on_event = on_event
         configure_process(self.plan)
+        self._free_before = self._free_memory()
         self.mesh = init_mesh(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.mesh.data_rank)
         self.source = BatchSource(
@@ -398,6 +399,13 @@ class TrainingLoop:
         )
         self._send_event(event)
 
+    def _free_memory(self) -> float | None:
+        """Return the bytes that this process has or could take, or None on a CPU with other ranks, which take their part."""
+        if self.plan.device == "cpu" and self.plan.num_processes > 1:
+            return None
+        readings = read_memory(self.plan.device)
+        return float(readings.free + readings.own)
+
     def _report_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
         """Write an autopsy of the step, and send an event with its verdict."""
         autopsy = make_autopsy(
@@ -407,7 +415,7 @@ class TrainingLoop:
             model=self.train_step.model,
             optimizer=self.train_step.optimizer,
             predicted=self.job.predicted,
-            free_when_planned=None,
+            free_before=self._free_before,
             shape=largest,
             smaller=smaller,
             message=message,
