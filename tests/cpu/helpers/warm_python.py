@@ -107,7 +107,8 @@ def kind(variables: Mapping[str, str]) -> tuple[object, ...]:
         early["PRETENDED_GPUS"] = re.sub(r"\b\d+x", "", early["PRETENDED_GPUS"])
     cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     group = Path("/proc/self/cgroup")
-    return frozenset(early.items()), cores, group.read_text() if group.exists() else "", tuple(resource.getrlimit(limit) for limit in LIMITS)
+    limits = tuple(resource.getrlimit(limit) for limit in LIMITS)
+    return frozenset(early.items()), cores, group.read_text() if group.exists() else "", limits
 
 
 def is_followed(words: Sequence[str], options: Mapping[str, Any]) -> bool:

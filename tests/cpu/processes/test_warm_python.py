@@ -18,8 +18,8 @@ from warm_python import Real
 
 ENDINGS = (
     "pass", "raise SystemExit", "raise SystemExit(0)", "raise SystemExit(75)", "raise SystemExit('no')",
-    "raise ValueError('why')", "raise KeyboardInterrupt", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "import ctypes; ctypes.string_at(0)",
-    "import atexit; atexit.register(print, 'at exit'); print('first', end='')",
+    "raise ValueError('why')", "raise KeyboardInterrupt", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "import ctypes; ctypes.string_at(0)", "import atexit; atexit.register(print, 'at exit'); print('first', end='')",
     "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()",
     "import os, sys; print(os.getcwd(), sys.argv, sys.path[:2], __name__, __file__ if '__file__' in globals() else None)",
     "import os; print(sorted(os.environ.items()), os.umask(0), os.getpgrp() == os.getpid(), sorted(os.listdir('/proc/self/fd')))",
