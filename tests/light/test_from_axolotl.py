@@ -69,6 +69,8 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"wandb_project": "mine", "use_mlflow": True}, {"report_to": "wandb,mlflow"}),
         ({"eval_steps": 5, "save_steps": 6, "load_best_model_at_end": True, "early_stopping_patience": 2},
          {"eval_steps": 5, "save_steps": 6, "load_best": True, "early_stopping_patience": 2}),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": r"layers.\d{1,2}.(up|down)_proj"},
+         {"lora_rank": 4, "lora_target": r"layers.\d{1,2}.(up|down)_proj"}),
         ({"test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]}, {"eval_data": "held-out.jsonl"}),
         ({"special_tokens": {"pad_token": "<pad>", "eos_token": None}, "chat_template": "tokenizer_default"}, {}),
         ({"rl": "dpo", "rl_beta": 0.3, "datasets": [{"path": "p.jsonl", "type": "chat_template.argilla_chat"}]},

@@ -69,6 +69,11 @@ def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
     assert found.model_dump() == plain.model_dump() | {name: value}
 
 
+def test_a_regular_expression_is_one_target_and_none_is_no_tracker() -> None:
+    assert asked("--lora-target layers\\.[0-9]{1,2}\\.(q|v)_proj").lora_target == (r"layers\.[0-9]{1,2}\.(q|v)_proj",)
+    assert asked("--report-to none").report_to == ()
+
+
 def test_the_arguments_reach_the_request() -> None:
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ARGUMENTS.items())
     with pytest.raises(RequestError, match=r"^--dpo-beta 0.4 is for --objective dpo; add --objective dpo, or leave it out$"):

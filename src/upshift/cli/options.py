@@ -203,7 +203,8 @@ LoraTarget = Annotated[
     str,
     option(
         "--lora-target", panel=Panel.ADAPTER, metavar="NAME,NAME",
-        text="The modules with LoRA, such as q_proj,v_proj. all-linear means every linear layer except the head.",
+        text="The modules with LoRA, such as q_proj,v_proj, or a regular expression of their paths. all-linear: every linear layer "
+        "except the head.",
     ),
 ]  # fmt: skip
 LoraModulesToSave = Annotated[

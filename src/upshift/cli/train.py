@@ -178,7 +178,12 @@ NeftuneNoiseAlpha = Annotated[
 ]  # fmt: skip
 
 
+NO_TRACKER = "none"  # as transformers names it
+
+
 def _check_trackers(text: str) -> str:
+    if text == NO_TRACKER:
+        return ""
     for name in split_names(text, "--report-to"):
         check_choice("--report-to", name, get_args(Tracker))
     return text

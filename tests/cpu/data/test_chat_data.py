@@ -286,6 +286,29 @@ def test_tool_calls_are_used_as_objects_and_as_json_texts(tmp_path):
     assert '<call>{"count": 2, "road": "north"}' in tokenizer.decode(ids)
 
 
+def test_functions_are_read_as_tools(tmp_path):
+    """OpenAI's API had functions before it had tools."""
+    row = json.loads(json.dumps(WITH_TOOLS))
+    row["functions"] = [tool["function"] for tool in row.pop("tools")]
+    [call] = row["messages"][1].pop("tool_calls")
+    row["messages"][1]["function_call"] = call["function"]
+    row["messages"][2]["role"] = "function"
+    tokenizer = byte_level_tokenizer()
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert rows_of(path, tokenizer) == [reference(WITH_TOOLS, tokenizer)]
+    twice = row | {"tools": WITH_TOOLS["tools"]}
+    assert "tools and functions" in refusal(write_jsonl(path, [twice]), tokenizer)
+
+
+def test_the_system_column_stands_before_a_prompt(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    system = {"role": "system", "content": "north"}
+    in_column = {"prompt": [USER], "completion": [ANSWER], "system": "north"}
+    in_prompt = {"prompt": [system, USER], "completion": [ANSWER]}
+    paths = [write_jsonl(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate((in_column, in_prompt))]
+    assert rows_of(paths[0], tokenizer) == rows_of(paths[1], tokenizer)
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_only_the_completion_is_learned_and_bos_and_eos_stand_once(kind, tmp_path):
     tokenizer = TOKENIZERS[kind](None)
@@ -397,6 +420,10 @@ BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "good or bad": ({"prompt": "a", "completion": "b", "label": False}, "completion and label"),
     "mixed": ({"prompt": "a", "completion": [ANSWER]}, "two lists of messages"),
     "mixed, as JSON": ({"prompt": json.dumps([USER]), "completion": "b"}, "two lists of messages"),
+    "texts with a system message": ({"prompt": "a", "completion": "b", "system": "c"}, "'system'"),
+    "messages as rows": (USER, '{"messages": [..]}'),
+    "turns as rows": ({"from": "human", "value": "a"}, '{"conversations": [..]}'),
+    "as Python prints it": ({"messages": str([USER, ANSWER])}, "json.dumps"),
     "texts with tools": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "'tools'"),
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.text import join_names
 from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
@@ -41,6 +42,7 @@ from upshift.training.data.records import (
     rows_of_batches,
 )
 from upshift.training.data.row_formats import (
+    SIMILAR_COLUMNS,
     Columns,
     PairObjective,
     RowFormat,
@@ -235,6 +237,7 @@ def read_corpus(
             f"{path} holds no documents ({documents.num_empty} empty, {len(documents.binary)} not UTF-8 text); "
             "give at least one with text"
         )
+    _refuse_lost_prompt(first, documents)
     first_evaluation = None if evaluation is None else evaluation.first()
     if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
@@ -249,6 +252,18 @@ def read_corpus(
         is_tokenized=isinstance(first, TokenRow),
         columns=documents.columns,
     )
+
+
+def _refuse_lost_prompt(first: Document, documents: Documents) -> None:
+    """Raise RequestError for two answers of plain text whose question is in a column that is not read."""
+    if not isinstance(first, PreferencePair) or not isinstance(first.chosen, PromptCompletion):
+        return
+    questions = [name for name in documents.unused_columns if name in SIMILAR_COLUMNS]
+    if questions and "prompt" not in documents.column_names:
+        raise RequestError(
+            f"{first.place} has no column 'prompt', and has {join_names(questions)}, which would not be learned from; rename the "
+            "question to prompt, or remove these columns"
+        )
 
 
 def _existing_path(path: Path | str) -> Path:
@@ -437,7 +452,8 @@ def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: boo
         split = pick_split(names, selection.split, path)
     if split is None:
         missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
-        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
+        advice = "give the folder of one split" if is_evaluation or not names else "name one of them with --split"
+        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; {advice}")
     evaluation_name = None if is_evaluation else find_validation_split(names)
     if evaluation_name == split:
         evaluation_name = None
