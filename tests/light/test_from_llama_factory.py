@@ -79,6 +79,8 @@ def test_a_small_config_becomes_options_and_a_description_of_its_data(tmp_path: 
         ({"dataset": "pairs", "stage": "dpo", "pref_beta": 0.2},
          {"path": "pairs.json", "format": "preference", "columns": {"instruction": "q", "chosen": "good", "rejected": "bad"},
           "template": QWEN}),
+        ({"template": "chatml"},
+         {"path": "rows.json", "format": "alpaca", "columns": ROWS, "template": "llama-factory/chatml"}),
         ({"template": "qwen3", "enable_thinking": False, "train_on_prompt": True},
          {"path": "rows.json", "format": "alpaca", "columns": ROWS, "template": "llama-factory/qwen3", "thinks": False,
           "loss_on": "all"}),
@@ -89,6 +91,7 @@ def test_data_sets_of_dataset_info_are_described(keys: dict[str, Any], expected:
     found = options(tmp_path, **keys)
     assert json.loads(found["data"]) == [expected | {"path": str(tmp_path / "info" / expected["path"])}]
     assert read_description(found["data"]) is not None
+    assert ("chat_template" in found) == (keys.get("template") == "chatml")
     assert found.get("objective") == ("dpo" if "stage" in keys else None)
 
 

@@ -11,6 +11,7 @@ from upshift.cli.profile import read_train_command
 from upshift.cli.train import request_of
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
+from upshift.training.data.data_options import CHATML
 
 OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
 # Every option of upshift train that the request carries, with a value that is not its default, and where it goes.
@@ -40,6 +41,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "text_column": ("--text-column body", "body"),
     "data_format": ("--data-format alpaca", "alpaca"),
     "loss_on": ("--loss-on all", "all"),
+    "chat_template": ("--chat-template chatml", CHATML),
     "split": ("--split train[:10%]", "train[:10%]"),
     "long_rows": ("--long-rows drop", "drop"),
     "objective": ("--objective dpo", "dpo"),

@@ -14,6 +14,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import (
     DATA_TEXT,
+    ChatTemplateOption,
     DataFormat,
     LongRowsOption,
     LossOnOption,
@@ -67,6 +68,7 @@ def show(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
 ) -> None:
@@ -124,6 +126,7 @@ def to_tfrecord(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
     seed: Seed = 42,

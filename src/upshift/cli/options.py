@@ -203,8 +203,8 @@ LoraTarget = Annotated[
     str,
     option(
         "--lora-target", panel=Panel.ADAPTER, metavar="NAME,NAME",
-        text="The modules with LoRA, such as q_proj,v_proj, or a regular expression of their paths. all-linear: every linear layer "
-        "except the head.",
+        text="The modules with LoRA, such as q_proj,v_proj, or a regular expression of their paths. all-linear: every linear "
+        "layer except the head.",
     ),
 ]  # fmt: skip
 LoraModulesToSave = Annotated[
@@ -349,6 +349,13 @@ LossOnOption = Annotated[
         "--loss-on",
         text="What is learned of chats and prompts: the assistant's turns, their contents, those of all turns, or all tokens",
         panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
+    ),
+]  # fmt: skip
+ChatTemplateOption = Annotated[
+    str | None,
+    option(
+        "--chat-template", panel=Panel.ROWS, metavar="FILE", default="the model's own",
+        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or chatml, or its text.",
     ),
 ]  # fmt: skip
 SplitOption = Annotated[

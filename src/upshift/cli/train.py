@@ -13,6 +13,7 @@ from upshift.cli import tables, train_xla
 from upshift.cli.options import (
     DATA_TEXT,
     Allow,
+    ChatTemplateOption,
     DataFormat,
     Epochs,
     FromConfig,
@@ -282,6 +283,7 @@ def command(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
     plan: PlanFile = None,

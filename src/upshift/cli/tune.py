@@ -16,6 +16,7 @@ from upshift.cli import train as train_command
 from upshift.cli.options import (
     DATA_TEXT,
     Allow,
+    ChatTemplateOption,
     DataFormat,
     Epochs,
     FromConfig,
@@ -179,6 +180,7 @@ TRAINING_OPTIONS = (  # options of this command that change a training, and that
     "text_column",
     "data_format",
     "loss_on",
+    "chat_template",
     "split",
     "long_rows",
     "seed",
@@ -215,6 +217,7 @@ def command(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
     seed: Seed = 42,
@@ -240,7 +243,8 @@ def command(
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, fixed=tuple(set_ or ()), allow=split_names(allow),
             from_config=from_config, text_column=of_data.text_column, data_format=of_data.data_format,
-            loss_on=of_data.loss_on, split=of_data.split, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
+            loss_on=of_data.loss_on, chat_template=of_data.chat_template,
+            split=of_data.split, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
             **adapter.model_dump(),
         )  # fmt: skip
     if html is not None:

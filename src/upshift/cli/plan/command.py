@@ -15,6 +15,7 @@ import typer
 
 from upshift.cli import tables
 from upshift.cli.options import (
+    ChatTemplateOption,
     DataFormat,
     GlobalBatch,
     Html,
@@ -114,6 +115,7 @@ def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None,
     max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
     encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,

@@ -23,6 +23,7 @@ from upshift.cli.usage.foreign_config import (
 from upshift.cli.usage.llama_factory_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
 from upshift.text import did_you_mean
 from upshift.training.arguments import Tracker
+from upshift.training.data.data_options import CHAT_TEMPLATES
 from upshift.training.data.rows.data_set import LLAMA_FACTORY
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 
@@ -154,6 +155,8 @@ def _read_template(config: ForeignConfig) -> dict[str, Any]:
         config.reject(f"template {name}", f"use one of {', '.join(TEMPLATES)}, or remove it to use the chat template")
         return {}
     chosen: dict[str, Any] = {"template": f"{LLAMA_FACTORY}{name}"}
+    if name in CHAT_TEMPLATES:
+        config.add("chat-template", name, "template")
     if system is not None:
         chosen["system"] = str(system)
     if TEMPLATES[name].thoughts is not None and not thinks:

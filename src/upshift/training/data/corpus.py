@@ -90,6 +90,11 @@ def content_of(document: Document) -> str:
     return "text"
 
 
+def has_chats(document: Document | None) -> bool:
+    """Return whether the tokenizer's chat template writes a document."""
+    return isinstance(document.chosen if isinstance(document, PreferencePair) else document, Chat)
+
+
 class Documents:
     """The documents of one split. They are read again whenever they are iterated. The counts are those of the last time."""
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from upshift.errors import RequestError
 from upshift.planning.workload import RowsTogether
 from upshift.training.data.row_formats import PairObjective, RowFormat
 from upshift.value import Value
 
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+CHAT_TEMPLATES = {"chatml": CHATML}  # by name
+TEMPLATE_MARKS = ("{{", "{%")  # of Jinja
 LossOn = Literal["assistant", "assistant-content", "content", "all"]
 LongRows = Literal["cut", "split", "drop"]
 ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
@@ -25,11 +33,20 @@ class DataOptions(Value):
         description="assistant: its turns, or completions; assistant-content: the contents of its turns, and EOS after each; "
         "content: those of all turns; all: all tokens",
     )
+    chat_template: str | None = Field(
+        None, description="the text, the file or the name of the template that writes chats; None: the tokenizer's own"
+    )
     split: str | None = Field(None, description="the split to train on, or a range of its rows, such as train[:10%]")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
     objective: ObjectiveName | None = Field(
         None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
     )
+
+    @field_validator("chat_template", mode="before")
+    @classmethod
+    def _read_template(cls, template: Any) -> Any:
+        """Return the text of a template. Raise RequestError for a file that cannot be read or holds none."""
+        return _read_chat_template(template) if isinstance(template, str | Path) else template
 
     @property
     def has_pairs(self) -> bool:
@@ -63,5 +80,29 @@ class DataKeywords(TypedDict, total=False):
     text_column: str | None
     data_format: RowFormat | None
     loss_on: LossOn | None
+    chat_template: str | None
     split: str | None
     long_rows: LongRows | None
+
+
+def _read_chat_template(template: str | Path) -> str:
+    """Return the text of a chat template: of a name, of a file, or itself. Raise RequestError for others."""
+    text = str(template)
+    if text in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[text]
+    if any(mark in text for mark in TEMPLATE_MARKS):
+        return text
+    advice = f"give a Jinja file, the text of a template, or {' or '.join(CHAT_TEMPLATES)}"
+    shown = repr(text[:200])
+    try:
+        is_file = bool(text) and Path(text).is_file()
+        content = Path(text).read_text(encoding="utf-8") if is_file else ""
+    except UnicodeDecodeError:
+        raise RequestError(f"--chat-template {shown} is not UTF-8 text; {advice}") from None
+    except (OSError, ValueError) as error:  # the name is too long, or holds a zero byte
+        raise RequestError(f"--chat-template {shown} cannot be read ({error}); {advice}") from None
+    if not is_file:
+        raise RequestError(f"--chat-template {shown} is not a file; {advice}")
+    if not any(mark in content for mark in TEMPLATE_MARKS):
+        raise RequestError(f"--chat-template {shown} has no {' and no '.join(TEMPLATE_MARKS)}, so it writes no turn; {advice}")
+    return content
