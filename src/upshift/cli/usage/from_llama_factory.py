@@ -115,10 +115,11 @@ def _read_data(config: ForeignConfig, stage: str) -> None:
     """Read the data sets of dataset_info.json by their names."""
     folder = config.take("dataset_dir", "data")
     template = _read_template(config)
-    for key in ("mix_strategy", "mask_history"):
-        value = config.take(key, "concat")
-        if value not in ("concat", False):
-            config.reject(f"{key} {value}", "not known here; the data sets are read one after another, and all turns are learned")
+    strategy = config.take("mix_strategy", "concat")
+    if strategy != "concat":
+        config.reject(f"mix_strategy {strategy}", "not known here; the data sets are read one after another")
+    if config.take("mask_history"):
+        template["learned_turns"] = "last"
     if config.take("train_on_prompt"):
         template["loss_on"] = "all"
     max_samples = config.take("max_samples")

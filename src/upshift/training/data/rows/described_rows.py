@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, decode_json, read_chat
+from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion, decode_json, read_chat
 from upshift.training.data.row_formats import PREFERENCE, Columns, list_columns
 from upshift.training.data.rows.data_set import DataSet
 from upshift.training.data.rows.segments import SegmentRow
@@ -75,6 +75,8 @@ class RowReader:
             self.check_columns(record, place)
             return self._prompt.segments_of(record, place)
         row = read_chat(record, columns, place)
+        if self._data_set.learns_last_only and isinstance(row, Chat):
+            row = _with_last_turn_learned(row)
         if self._writer is not None and isinstance(row, PreferencePair):
             return self._writer.segments_of_pair(row)
         if self._writer is not None and isinstance(row, Chat):
@@ -102,6 +104,13 @@ class RowReader:
         if isinstance(renamed.get("weight"), bool):
             renamed["weight"] = int(renamed["weight"])
         return renamed
+
+
+def _with_last_turn_learned(chat: Chat) -> Chat:
+    """Return a chat of which the last turn of the assistant alone is learned."""
+    answers = [index for index, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    messages = [{**message, WEIGHT: 0} if index in answers[:-1] else message for index, message in enumerate(chat.messages)]
+    return replace(chat, messages=messages, num_prompt_messages=None)
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
