@@ -71,6 +71,10 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
          {"eval_steps": 5, "save_steps": 6, "load_best": True, "early_stopping_patience": 2}),
         ({"adapter": "lora", "lora_r": 4, "lora_target_modules": r"layers.\d{1,2}.(up|down)_proj"},
          {"lora_rank": 4, "lora_target": r"layers.\d{1,2}.(up|down)_proj"}),
+        ({"val_set_size": 0.05}, {"eval_size": 0.05}),
+        ({"val_set_size": 0}, {"eval_size": 0.0}),
+        ({"val_set_size": 0.05, "test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]},
+         {"eval_data": "held-out.jsonl"}),
         ({"chat_template": "chatml"}, {"chat_template": "chatml"}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}\n"}, {"chat_template": "{{ messages }}\n"}),
         ({"chat_template": "tokenizer_default_fallback_chatml"}, {}),
@@ -165,6 +169,7 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"adapter": "lora", "lora_r": 8}, "lora_target_modules (it is missing"),
         ({"load_in_4bit": True}, "load_in_4bit (weights in 4 bits need adapter: qlora)"),
         ({"rl": "kto"}, "rl kto ("),
+        ({"val_set_size": "few"}, "val_set_size few (give a share below 1, or a number)"),
         ({"chat_template": "llama3"}, "chat_template llama3 (write that template into a file, and add --chat-template FILE"),
         ({"chat_template": "jinja"}, "chat_template jinja ("),
         (

@@ -101,11 +101,12 @@ def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
     found = options(
         tmp_path, finetuning_type=None, cutoff_len=None, num_train_epochs=None, save_steps=None, stage="pt", dataset="texts",
         template=None, per_device_train_batch_size=None, gradient_accumulation_steps=None, report_to=["wandb"], bf16=True,
-        lora_target="q_proj, v_proj", quantization_bit=4, eval_strategy="steps", eval_steps=7,
+        lora_target="q_proj, v_proj", quantization_bit=4, eval_strategy="steps", eval_steps=7, val_size=40,
     )  # fmt: skip
     assert found == {
         "model": "org/model", "data": str(tmp_path / "info" / "texts.jsonl"), "text_column": "body", "sequence_length": 2048,
-        "epochs": 3.0, "save_steps": 500, "eval_steps": 7, "lora_rank": 8, "lora_target": "q_proj,v_proj", "load_in_4bit": True,
+        "epochs": 3.0, "save_steps": 500, "eval_steps": 7, "eval_size": 40.0,
+        "lora_rank": 8, "lora_target": "q_proj,v_proj", "load_in_4bit": True,
         "report_to": "wandb", "set_": ["precision=bf16"],
     }  # fmt: skip
 

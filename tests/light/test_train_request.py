@@ -44,6 +44,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "chat_template": ("--chat-template chatml", CHATML),
     "split": ("--split train[:10%]", "train[:10%]"),
     "long_rows": ("--long-rows drop", "drop"),
+    "eval_size": ("--eval-size 0.25", 0.25),
     "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
@@ -74,6 +75,21 @@ def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
 def test_a_regular_expression_is_one_target_and_none_is_no_tracker() -> None:
     assert asked("--lora-target layers\\.[0-9]{1,2}\\.(q|v)_proj").lora_target == (r"layers\.[0-9]{1,2}\.(q|v)_proj",)
     assert asked("--report-to none").report_to == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--eval-size 1.5", "--eval-size 1.5 is neither a share below 1 nor a whole number; give such as 0.05 or 200"),
+        ("--eval-size 9 --eval-data a.jsonl", "--eval-data a.jsonl is the evaluation data; leave one of the two out"),
+        ("--eval-size 0 --eval-steps 5", "--eval-steps needs held-out data, and --eval-size 0 holds none out"),
+        ("--eval-size 0 --eval-steps 5 --load-best", "--load-best needs held-out data, and --eval-size 0 holds none out"),
+    ],
+)
+def test_rows_are_held_out_once_and_where_they_are_needed(words: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        asked(words)
+    assert message in str(caught.value)
 
 
 def test_the_arguments_reach_the_request() -> None:

@@ -16,6 +16,7 @@ from upshift.cli.options import (
     DATA_TEXT,
     ChatTemplateOption,
     DataFormat,
+    EvalSizeOption,
     LongRowsOption,
     LossOnOption,
     Model,
@@ -71,6 +72,7 @@ def show(
     chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
@@ -129,6 +131,7 @@ def to_tfrecord(
     chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
     seed: Seed = 42,
 ) -> None:
     """Tokenize data once, and write it as TFRecord files for upshift train --backend xla."""

@@ -379,6 +379,13 @@ LongRowsOption = Annotated[
         default="cut for chats, split for texts, drop for --objective reward", choices=get_args(LongRows),
     ),
 ]  # fmt: skip
+EvalSizeOption = Annotated[
+    float | None,
+    option(
+        "--eval-size", panel=Panel.ROWS, metavar="X", default="about 2 %, at most 64", least=0.0,
+        text="How much of --data to hold out for evaluation: a share, such as 0.05, or a number of sequences. 0 holds none out.",
+    ),
+]  # fmt: skip
 Overwrite = Annotated[bool, option("--overwrite", text="Replace an output that exists.", panel=Panel.OUTPUT)]
 Html = Annotated[
     Path | None,

@@ -19,6 +19,7 @@ from upshift.cli.options import (
     ChatTemplateOption,
     DataFormat,
     Epochs,
+    EvalSizeOption,
     FromConfig,
     GlobalBatch,
     Html,
@@ -183,6 +184,7 @@ TRAINING_OPTIONS = (  # options of this command that change a training, and that
     "chat_template",
     "split",
     "long_rows",
+    "eval_size",
     "seed",
     "set_",
     "allow",
@@ -220,6 +222,7 @@ def command(
     chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
     seed: Seed = 42,
     set_: Set = None,
     allow: Allow = "",
@@ -244,7 +247,8 @@ def command(
             global_batch=global_batch, epochs=epochs, fixed=tuple(set_ or ()), allow=split_names(allow),
             from_config=from_config, text_column=of_data.text_column, data_format=of_data.data_format,
             loss_on=of_data.loss_on, chat_template=of_data.chat_template,
-            split=of_data.split, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
+            split=of_data.split, long_rows=of_data.long_rows, eval_size=of_data.eval_size,
+            trial_seconds=trial_seconds,
             **adapter.model_dump(),
         )  # fmt: skip
     if html is not None:

@@ -133,6 +133,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
             raise RequestError(
                 f"--center-rewards-coefficient {center:g} is for --objective reward; add --objective reward, or leave it out"
             )
+        request.check_evaluation_size(checked)
         if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
         if checked.warmup_ratio is not None and checked.warmup_steps:
@@ -141,6 +142,21 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
                 "learning rate rises; leave one of them out"
             )
         return request
+
+    def check_evaluation_size(self, arguments: Arguments) -> None:
+        """Raise RequestError if rows are held out beside evaluation data, or if none are and the run needs some."""
+        if self.eval_size is None:
+            return
+        if self.eval_data is not None:
+            raise RequestError(
+                f"--eval-size {self.eval_size:g} holds rows of the training out, and --eval-data {self.eval_data} is the "
+                "evaluation data; leave one of the two out"
+            )
+        needed = arguments.option_for_evaluations() or ("eval_steps" if arguments.eval_steps else None)
+        if self.eval_size == 0 and needed is not None:
+            raise RequestError(
+                f"--{needed.replace('_', '-')} needs held-out data, and --eval-size 0 holds none out; leave one of the two out"
+            )
 
     @property
     def resume_from(self) -> Path | None:

@@ -564,3 +564,18 @@ def test_arguments_of_a_call_that_nest_too_deeply_stay_text(tmp_path):
     [chat] = list(documents)
     [message] = chat_template._convert_arguments(chat.messages[1:], as_text=False)
     assert message["tool_calls"][0]["function"]["arguments"].endswith(DEEP)
+
+
+@pytest.mark.parametrize(("size", "held_out"), [(None, 1), (0, 0), (0.25, 3), (5, 5)])
+def test_as_many_of_the_last_chats_are_held_out_as_the_user_says(size, held_out, model, tmp_path):
+    rows = make_chats(12)
+    source = find_model(str(model))
+    data = prepare_data(source, write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=128, options=DataOptions(eval_size=size))
+    number = 0 if data.evaluation is None else len(data.evaluation)
+    assert (len(data.training), number) == (12 - held_out, held_out)
+    folder = tmp_path / "splits"
+    for split in ("train", "validation"):
+        write_jsonl(folder / f"{split}.jsonl", rows)
+    if size is not None:
+        with pytest.raises(RequestError, match="split validation is the evaluation data; leave --eval-size out"):
+            prepare_data(source, folder, sequence_length=128, options=DataOptions(eval_size=size))

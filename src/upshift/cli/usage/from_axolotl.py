@@ -19,6 +19,7 @@ from upshift.cli.usage.foreign_config import (
     add_data_sets,
     check_rejected,
     is_off,
+    read_evaluation_size,
     read_optimizer,
     read_values,
 )
@@ -139,9 +140,7 @@ def _read_data(config: ForeignConfig) -> None:
         if key == "data":
             training = entries
         _add_data(config, key, entries, training, source)
-    share = config.take("val_set_size")
-    if share is not None:
-        config.notes.append("val_set_size: without --eval-data, about 2 % of the rows are held out")
+    read_evaluation_size(config, "val_set_size", "test_datasets")
 
 
 def _add_data(

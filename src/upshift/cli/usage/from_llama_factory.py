@@ -17,6 +17,7 @@ from upshift.cli.usage.foreign_config import (
     add_data_sets,
     check_rejected,
     is_off,
+    read_evaluation_size,
     read_optimizer,
     read_values,
 )
@@ -138,8 +139,7 @@ def _read_data(config: ForeignConfig, stage: str) -> None:
         add_data_sets(config, key, [data_set for data_set in data_sets if data_set], source)
     if stage == "rm":
         config.add("long-rows", "cut", "LLaMA-Factory's default")
-    if config.take("val_size"):
-        config.notes.append("val_size: without --eval-data, about 2 % of the rows are held out")
+    read_evaluation_size(config, "val_size", "eval_dataset")
 
 
 def _read_template(config: ForeignConfig) -> dict[str, Any]:

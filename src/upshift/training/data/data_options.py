@@ -38,6 +38,9 @@ class DataOptions(Value):
     )
     split: str | None = Field(None, description="the split to train on, or a range of its rows, such as train[:10%]")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
+    eval_size: float | None = Field(
+        None, ge=0, description="how much of the training is held out: a share below 1, or a number; None: about 2 %, at most 64"
+    )
     objective: ObjectiveName | None = Field(
         None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
     )
@@ -47,6 +50,14 @@ class DataOptions(Value):
     def _read_template(cls, template: Any) -> Any:
         """Return the text of a template. Raise RequestError for a file that cannot be read or holds none."""
         return _read_chat_template(template) if isinstance(template, str | Path) else template
+
+    @field_validator("eval_size")
+    @classmethod
+    def _check_size(cls, size: float | None) -> float | None:
+        """Raise RequestError for a number of sequences that is not whole."""
+        if size is not None and size >= 1 and not size.is_integer():
+            raise RequestError(f"--eval-size {size:g} is neither a share below 1 nor a whole number; give such as 0.05 or 200")
+        return size
 
     @property
     def has_pairs(self) -> bool:
@@ -83,6 +94,7 @@ class DataKeywords(TypedDict, total=False):
     chat_template: str | None
     split: str | None
     long_rows: LongRows | None
+    eval_size: float | None
 
 
 def _read_chat_template(template: str | Path) -> str:
