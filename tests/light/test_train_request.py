@@ -92,6 +92,18 @@ def test_rows_are_held_out_once_and_where_they_are_needed(words: str, message: s
     assert message in str(caught.value)
 
 
+def test_shares_of_a_run_are_steps_rounded_up() -> None:
+    """As in transformers' Trainer: ceil(max_steps * share)."""
+    request = asked("--eval-steps 0.1 --save-steps 0.25 --logging-steps 3")
+    for steps, expected in ((10, (1, 3)), (101, (11, 26)), (1, (1, 1))):
+        found = request.arguments_for(steps)
+        assert (found.max_steps, found.eval_steps, found.save_steps, found.logging_steps) == (steps, *expected, 3)
+    whole = asked("--eval-steps 5").arguments_for(7)
+    assert (whole.eval_steps, whole.save_steps) == (5, 0) and isinstance(whole.eval_steps, int)
+    with pytest.raises(RequestError, match=r"^--eval-steps 1.5 is neither a whole number of steps nor a share below 1"):
+        asked("--eval-steps 1.5")
+
+
 def test_the_arguments_reach_the_request() -> None:
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ARGUMENTS.items())
     with pytest.raises(RequestError, match=r"^--dpo-beta 0.4 is for --objective dpo; add --objective dpo, or leave it out$"):

@@ -152,17 +152,18 @@ LoadBest = Annotated[
     ),
 ]  # fmt: skip
 EvalSteps = Annotated[
-    int,
+    float,
     option(
-        "--eval-steps", text="Evaluate after every N optimizer steps. 0 evaluates only at the end.", panel=Panel.CHECKPOINTS,
-        metavar="N", least=0,
+        "--eval-steps", panel=Panel.CHECKPOINTS, metavar="N", least=0,
+        text="Evaluate after every N optimizer steps. Below 1: a share of the run, such as 0.1. 0 evaluates only at the end.",
     ),
 ]  # fmt: skip
 SaveSteps = Annotated[
-    int,
+    float,
     option(
         "--save-steps", panel=Panel.CHECKPOINTS, metavar="N", least=0,
-        text="Save a checkpoint after every N optimizer steps. 0 saves only at the end and after an interruption.",
+        text="Save a checkpoint after every N optimizer steps. Below 1: a share of the run. 0 saves only at the end and after an "
+        "interruption.",
     ),
 ]  # fmt: skip
 SaveTotalLimit = Annotated[

@@ -170,7 +170,7 @@ def read_evaluation_size(config: ForeignConfig, key: str, other: str) -> None:
     has_data = "eval-data" in config.typed or any(option.key == "eval-data" for option in config.options)
     if size is None and not has_data:
         config.notes.append(f"without {key} and {other}, about 2 % of the rows are held out; add --eval-size 0 to train on all")
-    elif isinstance(size, bool) or not isinstance(size, int | float | None):
+    elif size is not None and not is_number(size):
         config.reject(f"{key} {size}", "give a share below 1, or a number", replaced_by="eval-size")
     elif has_data:
         config.notes.extend([f"{key}: the evaluation data replaces it"] * bool(size))
@@ -203,6 +203,10 @@ def describe(config: ForeignConfig) -> list[str]:
     if config.planned:
         lines.append(f"  the plan chooses: {', '.join(config.planned)}")
     return lines + [f"  note: {note}" for note in config.notes]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_off(value: Any) -> bool:

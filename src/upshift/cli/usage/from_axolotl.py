@@ -18,6 +18,7 @@ from upshift.cli.usage.foreign_config import (
     ForeignConfig,
     add_data_sets,
     check_rejected,
+    is_number,
     is_off,
     read_evaluation_size,
     read_optimizer,
@@ -302,17 +303,30 @@ def _read_long_rows(config: ForeignConfig) -> None:
 
 
 def _read_events(config: ForeignConfig) -> None:
-    """Read when the run evaluates and saves. Only numbers of steps are known."""
+    """Read when the run evaluates and saves: after steps, after a share of the run, or so often in each epoch."""
+    epochs = next((option.value for option in config.options if option.key == "epochs"), 1)
+    evaluates = bool({"eval-data", "eval-size"} & {*config.typed}) or any(
+        option.key == "eval-data" or (option.key == "eval-size" and option.value) for option in config.options
+    )
     for verb, option in (("eval", "eval-steps"), ("save", "save-steps")):
         steps = config.take(f"{verb}_steps")
-        if isinstance(steps, int) and not isinstance(steps, bool):
+        if is_number(steps):
             config.add(option, steps, f"{verb}_steps")
         elif steps is not None:
             config.reject(f"{verb}_steps {steps}", f"add --{option} N, a number of steps", replaced_by=option)
         if config.take(f"{verb}_strategy", "steps") not in ("steps", "no"):
             config.reject(f"{verb}_strategy", f"add --{option} N", replaced_by=option)
-        if config.take(f"{verb}s_per_epoch"):
-            config.reject(f"{verb}s_per_epoch", f"add --{option} N", replaced_by=option)
+        times = config.take(f"{verb}s_per_epoch")
+        if times and option in config.typed:
+            config.notes.append(f"{verb}s_per_epoch: --{option} replaces it")
+        elif is_number(times) and times > 0 and is_number(epochs):
+            share = 1 / (times * epochs)
+            if share < 1 and (verb == "save" or evaluates):
+                config.add(option, round(share, 6), f"{verb}s_per_epoch", "num_epochs")
+            else:  # as in Axolotl
+                config.notes.append(f"{verb}s_per_epoch: there is none before the end of the run")
+        elif times:
+            config.reject(f"{verb}s_per_epoch {times}", f"add --{option} N", replaced_by=option)
 
 
 def _read_adapter(config: ForeignConfig) -> None:

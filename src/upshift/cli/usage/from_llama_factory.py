@@ -16,6 +16,7 @@ from upshift.cli.usage.foreign_config import (
     ForeignConfig,
     add_data_sets,
     check_rejected,
+    is_number,
     is_off,
     read_evaluation_size,
     read_optimizer,
@@ -248,7 +249,7 @@ def _read_events(config: ForeignConfig) -> None:
         option = f"{verb}-steps"
         if strategy == "no" or (verb == "eval" and steps is None and strategy == "steps"):
             continue
-        if strategy != "steps" or isinstance(steps, bool) or not isinstance(steps, int):
+        if strategy != "steps" or not is_number(steps):
             config.reject(f"{verb}_strategy {strategy}, {verb}_steps {steps}", f"add --{option} N", replaced_by=option)
         else:
             config.add(option, steps, f"{verb}_steps")
