@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from upshift.errors import RequestError
 from upshift.planning.workload import RowsTogether
+from upshift.text import one_line
 from upshift.training.data.row_formats import PairObjective, RowFormat
 from upshift.value import Value
 
@@ -95,6 +96,21 @@ class DataKeywords(TypedDict, total=False):
     split: str | None
     long_rows: LongRows | None
     eval_size: float | None
+
+
+def describe_difference(before: DataOptions, now: DataOptions, run: str) -> str:
+    """Return the first option that a run has now, and that it had not before, for an error. ``run``: its name."""
+    name = next(name for name in DataOptions.model_fields if getattr(now, name) != getattr(before, name))
+    given, earlier = (_show_option(name, getattr(options, name)) for options in (now, before))
+    return f"you gave {given}, and the run in {run} has {earlier}"
+
+
+def _show_option(field: str, value: Any) -> str:
+    option = f"--{field.replace('_', '-')}"
+    if value is None:
+        return f"no {option}"
+    shown = format(value, "g") if isinstance(value, float) else one_line(value, limit=60)
+    return f"{option} {next((name for name, text in CHAT_TEMPLATES.items() if text == value), shown)}"
 
 
 def _read_chat_template(template: str | Path) -> str:
