@@ -159,6 +159,26 @@ def test_a_pair_of_answers_has_the_prompt_of_an_instruction(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
+def test_a_pair_with_its_question_elsewhere_is_two_chats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"about": about, "q": "a", "good": "b", "bad": "c", "id": 1} for about in ("s", "", None)]
+    columns = {"instruction": "q", "system": "about", "chosen": "good", "rejected": "bad"}
+    described = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "format": "preference", "columns": columns}
+    found = encode([described], objective="dpo")
+    turn = [{"role": "user", "content": "a"}]
+    systems = [[{"role": "system", "content": "s"}], [], []]
+    chats = [
+        {"prompt": [*system, *turn], **{name: [{"role": "assistant", "content": word}] for name, word in ANSWERS.items()}}
+        for system in systems
+    ]
+    assert found == encode([{"path": str(write_rows(tmp_path / "chats.jsonl", chats))}], objective="dpo")
+    assert [message for message in caplog.messages if "not used" in message] == [
+        f"{tmp_path / 'rows.jsonl'}: columns that are not used: id"
+    ]
+
+
+ANSWERS = {"chosen": "b", "rejected": "c"}
+
+
 def test_thoughts_are_added_or_removed(tmp_path: Path) -> None:
     rows = [{"instruction": "Go", "output": "North"}, {"instruction": "Go", "output": "<think>\nhm\n</think>\n\nNorth"}]
     data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "template": "llama-factory/seed_oss"}

@@ -274,8 +274,8 @@ def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def _no_shared_prompt(place: str) -> RequestError:
     return RequestError(
-        f"{place} has no column 'prompt', and chosen and rejected do not begin with the same prompt; give the prompt in a column "
-        "of its own, or leave the row out"
+        f"{place} has no column 'prompt', and chosen and rejected do not begin with the same prompt; rename the prompt's column "
+        "to prompt, name it in a YAML file of data sets (key columns), or leave the row out"
     )
 
 

@@ -267,7 +267,7 @@ def _refuse_lost_prompt(first: Document, documents: Documents) -> None:
     if questions and "prompt" not in documents.column_names:
         raise RequestError(
             f"{first.place} has no column 'prompt', and has {join_names(questions)}, which would not be learned from; rename the "
-            "question to prompt, or remove these columns"
+            "question to prompt, name its column in a YAML file of data sets (key columns), or remove these columns"
         )
 
 
@@ -370,7 +370,8 @@ class _ColumnChooser:
             renamed = reader.renamed(names)
             names = list(renamed.values())
             empty = [renamed[name] for name in empty if name in renamed]
-            data_names = [*names, *(name for name in data_names if name not in renamed)]
+            used = [name for name in names if not reader.makes_prompt_of(name)]  # such a column is not left over in a row
+            data_names = [*used, *(name for name in data_names if name not in renamed)]
         if self.columns is None and reader is not None and reader.prompt_columns is not None:
             reader.check_columns(names, origin)
             fields = reader.prompt_columns

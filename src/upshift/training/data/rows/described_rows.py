@@ -48,6 +48,10 @@ class RowReader:
             return {name: name for name in names}
         return {theirs: ours for ours, theirs in columns.items() if theirs in names}
 
+    def makes_prompt_of(self, name: str) -> bool:
+        """Return whether the prompt of a pair of answers is made from this column, by our name."""
+        return self._data_set.format == PREFERENCE and name in QUESTION_COLUMNS
+
     def needed_of(self, names: Collection[str], columns: Columns) -> list[str]:
         """Return the data's names of the columns that a row is read from."""
         used = set(self._data_set.columns or columns.of_chat(list(names)))
@@ -60,7 +64,7 @@ class RowReader:
             for name in MESSAGE_COLUMNS:
                 if name in row:
                     row[name] = self._rename_messages(row[name])
-        if self._data_set.format == PREFERENCE and any(name in row for name in QUESTION_COLUMNS):
+        if any(self.makes_prompt_of(name) for name in row):
             row = _with_prompt(row, place)
         return row
 
