@@ -293,9 +293,12 @@ def test_functions_are_read_as_tools(tmp_path):
     [call] = row["messages"][1].pop("tool_calls")
     row["messages"][1]["function_call"] = call["function"]
     row["messages"][2]["role"] = "function"
+    row["messages"][0]["function_call"] = {"name": None, "arguments": None}  # as Arrow writes none
     tokenizer = byte_level_tokenizer()
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     assert rows_of(path, tokenizer) == [reference(WITH_TOOLS, tokenizer)]
+    both = {"messages": [WITH_TOOLS["messages"][0], WITH_TOOLS["messages"][1] | {"function_call": CALL["function"]}]}
+    assert "has function_call and tool_calls" in refusal(write_jsonl(path, [both]), tokenizer)
     twice = row | {"tools": WITH_TOOLS["tools"]}
     assert "tools and functions" in refusal(write_jsonl(path, [twice]), tokenizer)
 

@@ -398,11 +398,13 @@ def _read_turn(turn: Message, name: str) -> Message:
 
 def _with_tool_calls(message: Message, name: str) -> Message:
     """Return a message of OpenAI's functions as one of its tools."""
-    if FUNCTION_CALL in message and TOOL_CALLS in message:
-        raise RequestError(f"{name} has {FUNCTION_CALL} and {TOOL_CALLS}; give one of the two")
     converted = {key: value for key, value in message.items() if key != FUNCTION_CALL}
-    if FUNCTION_CALL in message:
-        converted[TOOL_CALLS] = [{"type": FUNCTION, FUNCTION: message[FUNCTION_CALL]}]
+    call = message.get(FUNCTION_CALL)
+    call = _without_nulls(call) if isinstance(call, dict) else call  # Arrow writes no call as an object of nulls
+    if not _is_empty(call):
+        if not _is_empty(message.get(TOOL_CALLS)):
+            raise RequestError(f"{name} has {FUNCTION_CALL} and {TOOL_CALLS}; give one of the two")
+        converted[TOOL_CALLS] = [{"type": FUNCTION, FUNCTION: call}]
     if message.get("role") == FUNCTION:
         converted["role"] = "tool"
     return converted
