@@ -245,11 +245,8 @@ def command(
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, fixed=tuple(set_ or ()), allow=split_names(allow),
-            from_config=from_config, text_column=of_data.text_column, data_format=of_data.data_format,
-            loss_on=of_data.loss_on, chat_template=of_data.chat_template,
-            split=of_data.split, long_rows=of_data.long_rows, eval_size=of_data.eval_size,
-            trial_seconds=trial_seconds,
-            **adapter.model_dump(),
+            from_config=from_config, trial_seconds=trial_seconds,
+            **adapter.model_dump(), **of_data.model_dump(exclude={"objective"}),
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page
