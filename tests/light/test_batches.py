@@ -255,20 +255,28 @@ def test_cutting_keeps_documents_apart(lengths, sequence_length):
     assert int(sequences.lengths.sum()) == corpus.num_tokens - dropped
 
 
-@given(st.lists(st.integers(0, 90), min_size=1, max_size=60), st.integers(2, 20))
-def test_holding_out_loses_nothing(lengths, sequence_length):
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=60), st.integers(2, 20), st.sampled_from([None, 0, 0.1, 0.9, 3, 40]))
+def test_holding_out_loses_nothing(lengths, sequence_length, size):
     corpus = corpus_of(lengths)
     total = len(cut_sequences(corpus, sequence_length))
-    train, evaluation = hold_out_evaluation(corpus, sequence_length=sequence_length)
+    expected = {None: max(1, min(64, round(total * 0.02))), 0: 0}.get(size) or (max(1, round(total * size)) if size else 0)
+    expected = size if size in (3, 40) else expected
+    expected = 0 if size is None and total < 2 else expected
+    if size and expected >= total:
+        with pytest.raises(RequestError, match="leaves none to train on"):
+            hold_out_evaluation(corpus, sequence_length=sequence_length, size=size)
+        return
+    train, evaluation = hold_out_evaluation(corpus, sequence_length=sequence_length, size=size)
     if evaluation is None:
-        assert total < 2
+        assert not expected and train is corpus
         return
     assert np.concatenate([train.tokens, evaluation.tokens]).tolist() == corpus.tokens.tolist()
     assert train.offsets[-1] == train.num_tokens
     assert evaluation.offsets[-1] == evaluation.num_tokens
     kept, held = (len(cut_sequences(part, sequence_length)) for part in (train, evaluation))
     assert kept >= 1
-    assert 1 <= held <= max(1, min(64, round(total * 0.02)))
+    assert 1 <= held <= expected
+    assert held == expected or corpus.offsets.tolist().count(train.num_tokens)  # whole documents, where some fit
     assert kept + held == total
 
 

@@ -92,6 +92,10 @@ def test_pairs_are_held_out_whole() -> None:
         assert evaluation is not None
         assert (train.num_documents, evaluation.num_documents) == (2 * (num_pairs - held_out), 2 * held_out)
         assert [*train.tokens.tolist(), *evaluation.tokens.tolist()] == [*range(6 * num_pairs)]
+    for size, held_out in ((0.25, 2), (0.01, 1), (3, 3)):
+        train, evaluation = hold_out_pairs(corpus_of(*[3] * 16), size)
+        assert evaluation is not None and (train.num_documents, evaluation.num_documents) == (16 - 2 * held_out, 2 * held_out)
+    assert hold_out_pairs(corpus_of(*[3] * 16), 0)[1] is None
     single = corpus_of(3, 3)
     assert hold_out_pairs(single) == (single, None)
 

@@ -79,6 +79,10 @@ def test_a_small_config_becomes_options_and_a_description_of_its_data(tmp_path: 
         ({"dataset": "pairs", "stage": "dpo", "pref_beta": 0.2},
          {"path": "pairs.json", "format": "preference", "columns": {"instruction": "q", "chosen": "good", "rejected": "bad"},
           "template": QWEN}),
+        ({"template": "yi", "mask_history": True},
+         {"path": "rows.json", "format": "alpaca", "columns": ROWS, "template": "llama-factory/yi", "learned_turns": "last"}),
+        ({"template": "chatml"},
+         {"path": "rows.json", "format": "alpaca", "columns": ROWS, "template": "llama-factory/chatml"}),
         ({"template": "qwen3", "enable_thinking": False, "train_on_prompt": True},
          {"path": "rows.json", "format": "alpaca", "columns": ROWS, "template": "llama-factory/qwen3", "thinks": False,
           "loss_on": "all"}),
@@ -89,6 +93,7 @@ def test_data_sets_of_dataset_info_are_described(keys: dict[str, Any], expected:
     found = options(tmp_path, **keys)
     assert json.loads(found["data"]) == [expected | {"path": str(tmp_path / "info" / expected["path"])}]
     assert read_description(found["data"]) is not None
+    assert ("chat_template" in found) == (keys.get("template") == "chatml")
     assert found.get("objective") == ("dpo" if "stage" in keys else None)
 
 
@@ -96,11 +101,12 @@ def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
     found = options(
         tmp_path, finetuning_type=None, cutoff_len=None, num_train_epochs=None, save_steps=None, stage="pt", dataset="texts",
         template=None, per_device_train_batch_size=None, gradient_accumulation_steps=None, report_to=["wandb"], bf16=True,
-        lora_target="q_proj, v_proj", quantization_bit=4, eval_strategy="steps", eval_steps=7,
+        lora_target="q_proj, v_proj", quantization_bit=4, eval_strategy="steps", eval_steps=7, val_size=40,
     )  # fmt: skip
     assert found == {
         "model": "org/model", "data": str(tmp_path / "info" / "texts.jsonl"), "text_column": "body", "sequence_length": 2048,
-        "epochs": 3.0, "save_steps": 500, "eval_steps": 7, "lora_rank": 8, "lora_target": "q_proj,v_proj", "load_in_4bit": True,
+        "epochs": 3.0, "save_steps": 500, "eval_steps": 7, "eval_size": 40.0,
+        "lora_rank": 8, "lora_target": "q_proj,v_proj", "load_in_4bit": True,
         "report_to": "wandb", "set_": ["precision=bf16"],
     }  # fmt: skip
 
@@ -117,7 +123,6 @@ def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
         ({"dataset": "media"}, "dataset media (the column images is not read"),
         ({"dataset": "pairs"}, "dataset pairs (ranking True is not for stage sft)"),
         ({"dataset_dir": "nowhere"}, "dataset_dir (nowhere/dataset_info.json cannot be read"),
-        ({"mask_history": True}, "mask_history True ("),
         ({"mix_strategy": "interleave_under"}, "mix_strategy interleave_under ("),
         ({"stage": "dpo", "dataset": "pairs", "pref_loss": "orpo"}, "pref_loss orpo (only sigmoid"),
         ({"quantization_bit": 8}, "quantization_bit 8 ("),

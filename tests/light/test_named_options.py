@@ -21,8 +21,9 @@ REACHED_BY = {  # folder: the commands that call what is in it; each has the opt
     "training/data": ("train", "tune", "plan", "data to-tfrecord"),
 }
 OTHERS = {"--nproc-per-node"}  # torchrun's
-# What a command does not reach: --objective is of those that train, and the one message without it names upshift train.
-NOT_REACHED = {"data to-tfrecord": {"--objective"}}
+# What a command does not reach: --objective is of those that train, and the one message without it names upshift train. Plans
+# hold nothing out.
+NOT_REACHED = {"data to-tfrecord": {"--objective"}, "plan": {"--eval-size"}}
 
 
 def commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:

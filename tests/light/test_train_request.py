@@ -11,6 +11,7 @@ from upshift.cli.profile import read_train_command
 from upshift.cli.train import request_of
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
+from upshift.training.data.data_options import CHATML
 
 OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
 # Every option of upshift train that the request carries, with a value that is not its default, and where it goes.
@@ -40,8 +41,10 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "text_column": ("--text-column body", "body"),
     "data_format": ("--data-format alpaca", "alpaca"),
     "loss_on": ("--loss-on all", "all"),
+    "chat_template": ("--chat-template chatml", CHATML),
     "split": ("--split train[:10%]", "train[:10%]"),
     "long_rows": ("--long-rows drop", "drop"),
+    "eval_size": ("--eval-size 0.25", 0.25),
     "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
@@ -67,6 +70,38 @@ def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
     plain, found = asked(""), asked(words)
     assert (plain.model, plain.data) == ("MODEL", "DATA") and getattr(plain, name) != value
     assert found.model_dump() == plain.model_dump() | {name: value}
+
+
+def test_a_regular_expression_is_one_target_and_none_is_no_tracker() -> None:
+    assert asked("--lora-target layers\\.[0-9]{1,2}\\.(q|v)_proj").lora_target == (r"layers\.[0-9]{1,2}\.(q|v)_proj",)
+    assert asked("--report-to none").report_to == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--eval-size 1.5", "--eval-size 1.5 is neither a share below 1 nor a whole number; give such as 0.05 or 200"),
+        ("--eval-size 9 --eval-data a.jsonl", "--eval-data a.jsonl is the evaluation data; leave one of the two out"),
+        ("--eval-size 0 --eval-steps 5", "--eval-steps needs held-out data, and --eval-size 0 holds none out"),
+        ("--eval-size 0 --eval-steps 5 --load-best", "--load-best needs held-out data, and --eval-size 0 holds none out"),
+    ],
+)
+def test_rows_are_held_out_once_and_where_they_are_needed(words: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        asked(words)
+    assert message in str(caught.value)
+
+
+def test_shares_of_a_run_are_steps_rounded_up() -> None:
+    """As in transformers' Trainer: ceil(max_steps * share)."""
+    request = asked("--eval-steps 0.1 --save-steps 0.25 --logging-steps 3")
+    for steps, expected in ((10, (1, 3)), (101, (11, 26)), (1, (1, 1))):
+        found = request.arguments_for(steps)
+        assert (found.max_steps, found.eval_steps, found.save_steps, found.logging_steps) == (steps, *expected, 3)
+    whole = asked("--eval-steps 5").arguments_for(7)
+    assert (whole.eval_steps, whole.save_steps) == (5, 0) and isinstance(whole.eval_steps, int)
+    with pytest.raises(RequestError, match=r"^--eval-steps 1.5 is neither a whole number of steps nor a share below 1"):
+        asked("--eval-steps 1.5")
 
 
 def test_the_arguments_reach_the_request() -> None:

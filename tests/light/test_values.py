@@ -154,9 +154,21 @@ def container(origin: Any, arguments: tuple[Any, ...]) -> st.SearchStrategy[Any]
     return st.tuples(*map(of, arguments))
 
 
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,9}", fullmatch=True)
+SHARES = st.floats(0, 0.9) | st.integers(0, 99)  # or whole numbers
+BY_FIELD: dict[str, st.SearchStrategy[Any]] = {  # of fields that refuse most values of their type
+    "lora_target": st.lists(NAMES, min_size=1, max_size=MAX_ITEMS).map(tuple) | st.just((r".*\.(q|v)_proj",)),
+    "chat_template": st.none() | st.just("{{ messages }}"),
+    "eval_size": st.none() | SHARES.map(float),
+    "eval_steps": SHARES,
+    "save_steps": SHARES,
+}
+
+
 def fields_of(cls: type[Value], **instead: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     strategies = {name: of(field.annotation, field.metadata) for name, field in cls.model_fields.items()}
-    return st.fixed_dictionaries({**strategies, **instead})
+    by_field = {name: strategy for name, strategy in BY_FIELD.items() if name in cls.model_fields}
+    return st.fixed_dictionaries({**strategies, **by_field, **instead})
 
 
 @st.composite
@@ -191,7 +203,6 @@ def histograms(draw: st.DrawFn) -> LengthHistogram:
     return LengthHistogram(**draw(fields_of(LengthHistogram, **instead)))
 
 
-NAMES = st.from_regex(r"[a-z][a-z0-9]{0,9}", fullmatch=True)
 LABELS = st.lists(st.tuples(NAMES, NAMES), max_size=MAX_ITEMS).map(tuple)
 HOST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "name": NAMES, "memory": st.none() | st.just("64Gi"), "environment": LABELS, "node_selector": LABELS,

@@ -14,7 +14,9 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import (
     DATA_TEXT,
+    ChatTemplateOption,
     DataFormat,
+    EvalSizeOption,
     LongRowsOption,
     LossOnOption,
     Model,
@@ -67,8 +69,10 @@ def show(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
@@ -124,8 +128,10 @@ def to_tfrecord(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
     seed: Seed = 42,
 ) -> None:
     """Tokenize data once, and write it as TFRecord files for upshift train --backend xla."""

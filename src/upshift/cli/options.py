@@ -203,7 +203,8 @@ LoraTarget = Annotated[
     str,
     option(
         "--lora-target", panel=Panel.ADAPTER, metavar="NAME,NAME",
-        text="The modules with LoRA, such as q_proj,v_proj. all-linear means every linear layer except the head.",
+        text="The modules with LoRA, such as q_proj,v_proj, or a regular expression of their paths. all-linear: every linear "
+        "layer except the head.",
     ),
 ]  # fmt: skip
 LoraModulesToSave = Annotated[
@@ -350,6 +351,13 @@ LossOnOption = Annotated[
         panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
     ),
 ]  # fmt: skip
+ChatTemplateOption = Annotated[
+    str | None,
+    option(
+        "--chat-template", panel=Panel.ROWS, metavar="FILE", default="the model's own",
+        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or chatml, or its text.",
+    ),
+]  # fmt: skip
 SplitOption = Annotated[
     str | None,
     option(
@@ -369,6 +377,13 @@ LongRowsOption = Annotated[
     option(
         "--long-rows", text="What happens to rows that are longer than a sequence", panel=Panel.ROWS, metavar="NAME",
         default="cut for chats, split for texts, drop for --objective reward", choices=get_args(LongRows),
+    ),
+]  # fmt: skip
+EvalSizeOption = Annotated[
+    float | None,
+    option(
+        "--eval-size", panel=Panel.ROWS, metavar="X", default="about 2 %, at most 64", least=0.0,
+        text="How much of --data to hold out for evaluation: a share, such as 0.05, or a number of sequences. 0 holds none out.",
     ),
 ]  # fmt: skip
 Overwrite = Annotated[bool, option("--overwrite", text="Replace an output that exists.", panel=Panel.OUTPUT)]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from upshift.cli.progress import activity
 from upshift.models.profile import Isolation
-from upshift.models.source import ALL_LINEAR, AdapterOptions
+from upshift.models.source import AdapterOptions
 from upshift.planning.cost.time import SampleUnit
 from upshift.planning.trials.select import Tried
 from upshift.record import Numbers, compared_numbers
@@ -123,7 +123,7 @@ def adapter_line(options: AdapterOptions) -> str | None:
     settings += [f"dropout {options.lora_dropout:g}"] if options.lora_dropout else []
     settings += ["rsLoRA"] if options.lora_rslora else []
     details = f" ({', '.join(settings)})" if settings else ""
-    is_everywhere = options.lora_target == (ALL_LINEAR,)
+    is_everywhere = options.targets_all
     target = "every linear layer but the head" if is_everywhere else ", ".join(options.lora_target)
     saved = options.lora_modules_to_save
     beside = f", beside {', '.join(saved)}, trained whole" if saved else ""

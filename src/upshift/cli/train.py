@@ -13,8 +13,10 @@ from upshift.cli import tables, train_xla
 from upshift.cli.options import (
     DATA_TEXT,
     Allow,
+    ChatTemplateOption,
     DataFormat,
     Epochs,
+    EvalSizeOption,
     FromConfig,
     GlobalBatch,
     Json,
@@ -150,17 +152,18 @@ LoadBest = Annotated[
     ),
 ]  # fmt: skip
 EvalSteps = Annotated[
-    int,
+    float,
     option(
-        "--eval-steps", text="Evaluate after every N optimizer steps. 0 evaluates only at the end.", panel=Panel.CHECKPOINTS,
-        metavar="N", least=0,
+        "--eval-steps", panel=Panel.CHECKPOINTS, metavar="N", least=0,
+        text="Evaluate after every N optimizer steps. Below 1: a share of the run, such as 0.1. 0 evaluates only at the end.",
     ),
 ]  # fmt: skip
 SaveSteps = Annotated[
-    int,
+    float,
     option(
         "--save-steps", panel=Panel.CHECKPOINTS, metavar="N", least=0,
-        text="Save a checkpoint after every N optimizer steps. 0 saves only at the end and after an interruption.",
+        text="Save a checkpoint after every N optimizer steps. Below 1: a share of the run. 0 saves only at the end and after an "
+        "interruption.",
     ),
 ]  # fmt: skip
 SaveTotalLimit = Annotated[
@@ -178,7 +181,12 @@ NeftuneNoiseAlpha = Annotated[
 ]  # fmt: skip
 
 
+NO_TRACKER = "none"  # as transformers names it
+
+
 def _check_trackers(text: str) -> str:
+    if text == NO_TRACKER:
+        return ""
     for name in split_names(text, "--report-to"):
         check_choice("--report-to", name, get_args(Tracker))
     return text
@@ -277,8 +285,10 @@ def command(
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
+    chat_template: ChatTemplateOption = None,
     split: SplitOption = None,
     long_rows: LongRowsOption = None,
+    eval_size: EvalSizeOption = None,
     plan: PlanFile = None,
     set_: Set = None,
     allow: Allow = "",

@@ -70,8 +70,8 @@ RENDER_CHAT = Internal(
 COMPILE_TEMPLATE = Internal(
     "transformers",
     "transformers.utils.chat_template_utils:_compile_jinja_template",
-    "Options of a chat template in requests",
-    "leave them out of the request",
+    "Options of a chat template in requests, and --chat-template",
+    "leave them out",
 )
 
 # Declarations of a model.

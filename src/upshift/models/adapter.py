@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
-from upshift.models.source import ALL_LINEAR, AdapterOptions, ModelSource
+from upshift.models.source import AdapterOptions, ModelSource
 from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
 def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: AdapterOptions) -> None:
     """Raise RequestError if an option names no module, or modules that peft trains in another way than the option says."""
     paths = list(modules)
-    targets = () if options.lora_target == (ALL_LINEAR,) else options.lora_target
+    targets = _target_names(paths, source, options)
     for option, names in (("--lora-target", targets), ("--lora-modules-to-save", options.lora_modules_to_save)):
         for name in names:
             if not any(_has_name(path, name) for path in paths):
@@ -103,6 +104,21 @@ def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: Ad
             raise RequestError(
                 f"--lora-target {name} is within --lora-modules-to-save {inside[0]}, which is trained whole; leave out one"
             )
+
+
+def _target_names(paths: list[str], source: ModelSource, options: AdapterOptions) -> tuple[str, ...]:
+    """Return the names of modules with LoRA: for a regular expression, the paths that it matches, as in peft.
+
+    Raise RequestError if it matches none."""
+    if options.target_pattern is None:
+        return () if options.targets_all else options.lora_target
+    matched = tuple(path for path in paths if re.fullmatch(options.target_pattern, path))
+    if not matched:
+        raise RequestError(
+            f"--lora-target {options.target_pattern} matches the path of no module of {source.base_reference!r}; a path of it is "
+            f"{max(paths, key=lambda path: path.count('.'))}"
+        )
+    return matched
 
 
 def _check_saved(name: str, modules: dict[str, nn.Module]) -> None:

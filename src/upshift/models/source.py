@@ -47,6 +47,7 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)
 ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # as transformers names it
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
 SHOWN_CHARACTERS = 100  # the most characters of a reference in a message
+NAMES = re.compile(r"[\w.,\s-]*")  # of modules, with commas between them; other characters are of a regular expression
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; no pickled files
 
@@ -70,7 +71,11 @@ class AdapterOptions(Value):
     @field_validator("lora_target", "lora_modules_to_save", mode="before")
     @classmethod
     def _split_names(cls, names: Any, info: ValidationInfo) -> Any:
-        """Return names in alphabetical order, because peft does not heed their order. A text has commas between its names."""
+        """Return names in alphabetical order, because peft does not heed their order. A text has commas between its names.
+
+        A text that is a regular expression stays as it is."""
+        if isinstance(names, str) and info.field_name == "lora_target" and _is_pattern(names):
+            return (names,)
         if isinstance(names, str):
             split = [name.strip() for name in names.split(",")]
             if names and not any(split):
@@ -94,7 +99,22 @@ class AdapterOptions(Value):
         if ALL_LINEAR in self.lora_target and len(self.lora_target) > 1:
             others = ",".join(name for name in self.lora_target if name != ALL_LINEAR)
             raise RequestError(f"--lora-target {ALL_LINEAR} stands alone; leave it out, or leave out {others}")
+        self._check_pattern()
         return self
+
+    def _check_pattern(self) -> None:
+        """Raise RequestError for a regular expression that is none, or that stands beside names."""
+        pattern = next((name for name in self.lora_target if _is_pattern(name)), None)
+        if pattern is None:
+            return
+        if len(self.lora_target) > 1:
+            raise RequestError(f"--lora-target {pattern} is a regular expression, and stands alone; join several with |")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RequestError(
+                f"--lora-target {pattern} is no regular expression ({error}); give one, or names separated by commas"
+            ) from None
 
     @property
     def as_adapter_options(self) -> AdapterOptions:
@@ -102,9 +122,19 @@ class AdapterOptions(Value):
         return AdapterOptions(**{name: getattr(self, name) for name in AdapterOptions.model_fields})
 
     @property
+    def targets_all(self) -> bool:
+        """Return whether LoRA is in every linear layer but the head."""
+        return self.lora_target == (ALL_LINEAR,)
+
+    @property
+    def target_pattern(self) -> str | None:
+        """Return the regular expression of the paths of the modules with LoRA, or None if they are names."""
+        return self.lora_target[0] if len(self.lora_target) == 1 and _is_pattern(self.lora_target[0]) else None
+
+    @property
     def names_modules(self) -> bool:
         """Return whether the user named modules, which the model may not have."""
-        return self.lora_target != (ALL_LINEAR,) or bool(self.lora_modules_to_save)
+        return not self.targets_all or bool(self.lora_modules_to_save)
 
     def first_of_adapter(self) -> str | None:
         """Return the first given option that describes a new adapter, or None."""
@@ -149,7 +179,7 @@ class AdapterOptions(Value):
             "task_type": task,
             "r": self.lora_rank,
             "lora_alpha": self.scale_numerator,
-            "target_modules": ALL_LINEAR if self.lora_target == (ALL_LINEAR,) else list(self.lora_target),
+            "target_modules": self.target_pattern or (ALL_LINEAR if self.targets_all else list(self.lora_target)),
         }
         optional = {
             "lora_dropout": self.lora_dropout,
@@ -158,6 +188,11 @@ class AdapterOptions(Value):
             "use_dora": self.lora_dora,
         }
         return fields | {name: value for name, value in optional.items() if value}
+
+
+def _is_pattern(target: str) -> bool:
+    """Return whether a target is a regular expression of paths, as peft takes it, and not names or the end of a path."""
+    return NAMES.fullmatch(target) is None
 
 
 def _option_name(field: str) -> str:

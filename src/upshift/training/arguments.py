@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from upshift.errors import RequestError
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
@@ -26,6 +26,9 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 BETA = 0.1  # of DPO, as in TRL's DPOConfig
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
+
+
+INTERVALS = ("eval_steps", "save_steps")  # steps from one event to the next
 
 
 class Arguments(Value):
@@ -47,12 +50,28 @@ class Arguments(Value):
     dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
     seed: int = Field(42, ge=0, lt=SEEDS)
     logging_steps: int = Field(0, ge=0, description="0: no step is logged")
-    eval_steps: int = Field(0, ge=0, description="0: only at the end")
+    eval_steps: int | float = Field(0, ge=0, description="0: only at the end; below 1: a share of max_steps, as of save_steps")
     early_stopping_patience: int | None = Field(None, gt=0, description="evaluations without a lower loss; None: no early end")
     load_best: bool = Field(False, description="the final model is that of the evaluation with the lowest loss")
-    save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
+    save_steps: int | float = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
     neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
+
+    @field_validator(*INTERVALS)
+    @classmethod
+    def _check_interval(cls, value: float, info: ValidationInfo) -> int | float:
+        """Return a number of steps, or a share below 1. Raise RequestError for others."""
+        if value >= 1 and not float(value).is_integer():
+            option = f"--{str(info.field_name).replace('_', '-')}"
+            raise RequestError(
+                f"{option} {value:g} is neither a whole number of steps nor a share below 1; give such as 100 or 0.1"
+            )
+        return value if 0 < value < 1 else int(value)
+
+    def for_steps(self, steps: int) -> Self:
+        """Return the arguments for a run of so many steps, with shares as numbers, rounded up as in transformers' Trainer."""
+        shares = {name: getattr(self, name) for name in INTERVALS if 0 < getattr(self, name) < 1}
+        return self.changed(max_steps=steps, **{name: math.ceil(share * steps) for name, share in shares.items()})
 
     @property
     def num_warmup_steps(self) -> int:
@@ -133,6 +152,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
             raise RequestError(
                 f"--center-rewards-coefficient {center:g} is for --objective reward; add --objective reward, or leave it out"
             )
+        request.check_evaluation_size(checked)
         if checked.dpo_beta != BETA and request.objective != "dpo":
             raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
         if checked.warmup_ratio is not None and checked.warmup_steps:
@@ -141,6 +161,21 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
                 "learning rate rises; leave one of them out"
             )
         return request
+
+    def check_evaluation_size(self, arguments: Arguments) -> None:
+        """Raise RequestError if rows are held out beside evaluation data, or if none are and the run needs some."""
+        if self.eval_size is None:
+            return
+        if self.eval_data is not None:
+            raise RequestError(
+                f"--eval-size {self.eval_size:g} holds rows of the training out, and --eval-data {self.eval_data} is the "
+                "evaluation data; leave one of the two out"
+            )
+        needed = arguments.option_for_evaluations() or ("eval_steps" if arguments.eval_steps else None)
+        if self.eval_size == 0 and needed is not None:
+            raise RequestError(
+                f"--{needed.replace('_', '-')} needs held-out data, and --eval-size 0 holds none out; leave one of the two out"
+            )
 
     @property
     def resume_from(self) -> Path | None:
@@ -164,4 +199,4 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
 
     def arguments_for(self, steps: int) -> Arguments:
         """Return the arguments for a run of this many optimizer steps."""
-        return self.arguments.changed(max_steps=steps)
+        return self.arguments.for_steps(steps)

@@ -38,7 +38,7 @@ from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.state import OWN_FILES, check_run_file
+from upshift.training.loop.state import OWN_FILES, check_resumed_data, check_run_file
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
@@ -198,6 +198,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
     steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+    if request.resume:
+        check_resumed_data(request.output, data, request.as_options, request.arguments_for(steps))
     workload = Workload(
         sequence_length=sequence_length,
         global_batch=global_batch,

@@ -154,9 +154,8 @@ class TrialRunner:
         arguments = self.arguments | {name: value for name, value in values.items() if name not in RUN_FIELDS}
         prepared, steps = self._prepare(run_fields, arguments)
         arguments |= {"max_steps": steps, "eval_steps": 0}
-        job = prepared.job(
-            Arguments.from_fields(arguments), output=self.folder(trial.number), evaluate_at_steps=self._evaluate_at(steps)
-        )
+        of_trial = Arguments.from_fields(arguments).for_steps(steps)
+        job = prepared.job(of_trial, output=self.folder(trial.number), evaluate_at_steps=self._evaluate_at(steps))
         with self._servers.lease() as server:
             return server.run(job, prepared.data, self._event_callback(trial, steps))
 

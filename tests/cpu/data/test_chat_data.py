@@ -286,6 +286,32 @@ def test_tool_calls_are_used_as_objects_and_as_json_texts(tmp_path):
     assert '<call>{"count": 2, "road": "north"}' in tokenizer.decode(ids)
 
 
+def test_functions_are_read_as_tools(tmp_path):
+    """OpenAI's API had functions before it had tools."""
+    row = json.loads(json.dumps(WITH_TOOLS))
+    row["functions"] = [tool["function"] for tool in row.pop("tools")]
+    [call] = row["messages"][1].pop("tool_calls")
+    row["messages"][1]["function_call"] = call["function"]
+    row["messages"][2]["role"] = "function"
+    row["messages"][0]["function_call"] = {"name": None, "arguments": None}  # as Arrow writes none
+    tokenizer = byte_level_tokenizer()
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert rows_of(path, tokenizer) == [reference(WITH_TOOLS, tokenizer)]
+    both = {"messages": [WITH_TOOLS["messages"][0], WITH_TOOLS["messages"][1] | {"function_call": CALL["function"]}]}
+    assert "has function_call and tool_calls" in refusal(write_jsonl(path, [both]), tokenizer)
+    twice = row | {"tools": WITH_TOOLS["tools"]}
+    assert "tools and functions" in refusal(write_jsonl(path, [twice]), tokenizer)
+
+
+def test_the_system_column_stands_before_a_prompt(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    system = {"role": "system", "content": "north"}
+    in_column = {"prompt": [USER], "completion": [ANSWER], "system": "north"}
+    in_prompt = {"prompt": [system, USER], "completion": [ANSWER]}
+    paths = [write_jsonl(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate((in_column, in_prompt))]
+    assert rows_of(paths[0], tokenizer) == rows_of(paths[1], tokenizer)
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_only_the_completion_is_learned_and_bos_and_eos_stand_once(kind, tmp_path):
     tokenizer = TOKENIZERS[kind](None)
@@ -397,6 +423,10 @@ BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "good or bad": ({"prompt": "a", "completion": "b", "label": False}, "completion and label"),
     "mixed": ({"prompt": "a", "completion": [ANSWER]}, "two lists of messages"),
     "mixed, as JSON": ({"prompt": json.dumps([USER]), "completion": "b"}, "two lists of messages"),
+    "texts with a system message": ({"prompt": "a", "completion": "b", "system": "c"}, "'system'"),
+    "messages as rows": (USER, '{"messages": [..]}'),
+    "turns as rows": ({"from": "human", "value": "a"}, '{"conversations": [..]}'),
+    "as Python prints it": ({"messages": str([USER, ANSWER])}, "json.dumps"),
     "texts with tools": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "'tools'"),
 }
 
@@ -537,3 +567,18 @@ def test_arguments_of_a_call_that_nest_too_deeply_stay_text(tmp_path):
     [chat] = list(documents)
     [message] = chat_template._convert_arguments(chat.messages[1:], as_text=False)
     assert message["tool_calls"][0]["function"]["arguments"].endswith(DEEP)
+
+
+@pytest.mark.parametrize(("size", "held_out"), [(None, 1), (0, 0), (0.25, 3), (5, 5)])
+def test_as_many_of_the_last_chats_are_held_out_as_the_user_says(size, held_out, model, tmp_path):
+    rows = make_chats(12)
+    source = find_model(str(model))
+    data = prepare_data(source, write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=128, options=DataOptions(eval_size=size))
+    number = 0 if data.evaluation is None else len(data.evaluation)
+    assert (len(data.training), number) == (12 - held_out, held_out)
+    folder = tmp_path / "splits"
+    for split in ("train", "validation"):
+        write_jsonl(folder / f"{split}.jsonl", rows)
+    if size is not None:
+        with pytest.raises(RequestError, match="split validation is the evaluation data; leave --eval-size out"):
+            prepare_data(source, folder, sequence_length=128, options=DataOptions(eval_size=size))

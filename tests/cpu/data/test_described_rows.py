@@ -110,6 +110,45 @@ def test_turns_are_written_by_the_template_with_renamed_columns_fields_and_roles
     assert labels == first[1] + [EOS, *second[1][1:]]
 
 
+LONG_TALK = {"messages": [{"role": role, "content": word} for role, word in zip(["user", "assistant"] * 2, "abcd", strict=True)]}
+
+
+@pytest.mark.parametrize("template", [None, "llama-factory/yi"])
+def test_the_last_turn_alone_is_learned(template: str | None, tmp_path: Path) -> None:
+    """The tokens stay, and the labels are those of the last answer."""
+    completion = {"prompt": LONG_TALK["messages"][:1], "completion": LONG_TALK["messages"][1:]}
+    data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", [LONG_TALK, LONG_TALK])), "template": template}
+    whole = encode([data_set])
+    for (ids, labels), (all_ids, all_labels) in zip(encode([data_set | {"learned_turns": "last"}]), whole, strict=True):
+        places = [place for place, label in enumerate(all_labels) if label != IGNORED]
+        last_gap = max(place for place, following in zip(places, places[1:], strict=False) if following > place + 1)
+        assert ids == all_ids and labels == [IGNORED] * (last_gap + 1) + all_labels[last_gap + 1 :]
+    if template is None:
+        prompted = {"path": str(write_rows(tmp_path / "completions.jsonl", [completion] * 2)), "learned_turns": "last"}
+        assert encode([prompted]) == encode([data_set | {"learned_turns": "last"}])
+
+
+def test_history_has_no_thoughts_and_eos_is_learned_where_llama_factory_learns_it(tmp_path: Path) -> None:
+    talk = json.loads(json.dumps(LONG_TALK).replace('"b"', '"<seed:think>hm</seed:think>b"'))
+    path = str(write_rows(tmp_path / "rows.jsonl", [talk]))
+    [(ids, labels)] = encode([{"path": path, "template": "llama-factory/seed_oss", "learned_turns": "last"}])
+    assert (ids, labels) == tokens(
+        f"{BOS}user\na", "</s>", f"{BOS}assistant\n", "b</s>", f"{BOS}user\nc</s>", f"{BOS}assistant\n",
+        ("<seed:think></seed:think>",), ("d",), EOS,
+    )  # fmt: skip
+    path = str(write_rows(tmp_path / "plain.jsonl", [LONG_TALK]))
+    [(ids, labels)] = encode([{"path": path, "template": "llama-factory/solar", "learned_turns": "last"}])
+    first = tokens("### User:\na\n\n### Assistant:\n", "b", "### User:\nc\n\n### Assistant:\n", ("d",), EOS)
+    assert ids == first[0] and labels == [2, *first[1][1:]]
+
+
+@pytest.mark.parametrize("other", [{"loss_on": "all"}, {"loss_on": "content"}, {"format": "preference"}], ids=str)
+def test_the_last_turn_alone_is_no_answer_beside_others(other: dict[str, str], tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "rows.jsonl", [LONG_TALK]))
+    with pytest.raises(RequestError, match="has learned_turns last and (loss_on|format)"):
+        encode([{"path": path, "learned_turns": "last", **other}])
+
+
 def test_a_pair_of_answers_has_the_prompt_of_an_instruction(tmp_path: Path) -> None:
     rows = [{"q": "Where?", "good": "North", "bad": "South"}]
     columns = {"instruction": "q", "chosen": "good", "rejected": "bad"}
@@ -118,6 +157,26 @@ def test_a_pair_of_answers_has_the_prompt_of_an_instruction(tmp_path: Path) -> N
     assert found == [
         tokens("Human: Where?</s>", "\nAssistant:", (answer,), EOS, ("\n",)) for answer in ("North", "South")
     ]  # fmt: skip
+
+
+def test_a_pair_with_its_question_elsewhere_is_two_chats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"about": about, "q": "a", "good": "b", "bad": "c", "id": 1} for about in ("s", "", None)]
+    columns = {"instruction": "q", "system": "about", "chosen": "good", "rejected": "bad"}
+    described = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "format": "preference", "columns": columns}
+    found = encode([described], objective="dpo")
+    turn = [{"role": "user", "content": "a"}]
+    systems = [[{"role": "system", "content": "s"}], [], []]
+    chats = [
+        {"prompt": [*system, *turn], **{name: [{"role": "assistant", "content": word}] for name, word in ANSWERS.items()}}
+        for system in systems
+    ]
+    assert found == encode([{"path": str(write_rows(tmp_path / "chats.jsonl", chats))}], objective="dpo")
+    assert [message for message in caplog.messages if "not used" in message] == [
+        f"{tmp_path / 'rows.jsonl'}: columns that are not used: id"
+    ]
+
+
+ANSWERS = {"chosen": "b", "rejected": "c"}
 
 
 def test_thoughts_are_added_or_removed(tmp_path: Path) -> None:

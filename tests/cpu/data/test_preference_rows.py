@@ -19,6 +19,7 @@ from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, load_data, prepare_data
 
+SYSTEM = {"role": "system", "content": "the north"}
 ASK = {"role": "user", "content": "roads?"}
 GOOD = {"role": "assistant", "content": "rivers"}
 BAD = {"role": "assistant", "content": "trees and rivers"}
@@ -96,6 +97,13 @@ def test_forms_of_the_same_pair_give_the_same_sequences(row: dict[str, Any], mod
     assert data.training.labels.tolist() == plain.training.labels.tolist()
 
 
+@pytest.mark.parametrize("row", [CHATS, {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}], ids=["prompt", "shared"])
+def test_the_system_column_stands_before_both_answers(row: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    data = prepared(model, write_jsonl(tmp_path / "a.jsonl", [row | {"system": SYSTEM["content"]}] * 3))
+    plain = prepared(model, write_jsonl(tmp_path / "b.jsonl", [CHATS | {"prompt": [SYSTEM, ASK]}] * 3))
+    assert texts(data) == texts(plain)
+
+
 LEFT_OUT = {
     "same": ({**PAIR, "rejected": PAIR["chosen"]}, "chosen and rejected are the same"),
     "empty chosen": ({**PAIR, "chosen": ""}, "chosen is empty"),
@@ -118,6 +126,9 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(name: str, notes: lis
 
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # row, options, a part of the message
     "no shared text": ({"chosen": "a b", "rejected": "c d"}, {}, "do not begin with the same prompt"),
+    "question elsewhere": ({"question": "a", "chosen": "c d", "rejected": "c e"}, {}, "has question, which would not"),
+    "system of texts": ({**PAIR, "system": "a"}, {}, "plain text do not use"),
+    "two systems": ({**CHATS, "prompt": [SYSTEM, ASK], "system": "a"}, {}, "first message of the system"),
     "no shared message": ({"chosen": [GOOD], "rejected": [BAD]}, {}, "do not begin with the same prompt"),
     "another prompt": ({"prompt": "why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, {}, "is no message that chosen"),
     "text and messages": ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, {}, "give texts, or lists of messages"),

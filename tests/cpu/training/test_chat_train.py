@@ -17,7 +17,10 @@ STEPS = 60
 def test_a_chat_model_is_trained_saved_and_answers_in_its_template(
     packing: str, tmp_path: Path, upshift: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = save_model(tmp_path / "model", byte_level_tokenizer(MARKED))
+    is_given = packing == "true"  # the template, beside a tokenizer without one
+    model = save_model(tmp_path / "model", byte_level_tokenizer(None if is_given else MARKED))
+    template = tmp_path / "template.jinja"
+    template.write_text(MARKED, encoding="utf-8")
     turns = [
         ({"role": "user", "content": f"which road {number}"}, {"role": "assistant", "content": ANSWER}) for number in range(30)
     ]
@@ -30,6 +33,7 @@ def test_a_chat_model_is_trained_saved_and_answers_in_its_template(
         return answer
 
     common = ["--data", str(data), "--sequence-length", "64", "--trial-seconds", "0"]
+    common += ["--chat-template", str(template)] if is_given else []
     fixed = (f"packing={packing}", "attention=sdpa", "torch_compile=off", "precision=fp32")  # little is traced
     pinned = [word for assignment in fixed for word in ("--set", assignment)]
     rate = ["--learning-rate", "0.01", "--global-batch", "8", "--output", str(output)]

@@ -367,6 +367,20 @@ def test_fewer_modules_are_another_plan(home: Path) -> None:
     assert peaks[1] < 0.9 * peaks[0]
 
 
+def test_a_regular_expression_of_paths_means_what_it_means_in_peft(home: Path) -> None:
+    def trained(target: str) -> set[str]:
+        options = RANK_4.changed(lora_target=target)
+        source = find_model_to_train(str(home / "model"), options)
+        check_module_names(source, options)
+        model = Tracer(source).full_model(torch.float32)
+        return {name for name, value in model.named_parameters() if value.requires_grad}
+
+    assert trained(r"model\.layers\.\d+\.self_attn\.(q|v)_proj") == trained("q_proj,v_proj")
+    first = trained(r".*layers\.0\..*\.(q|v)_proj")
+    assert first == {name for name in trained("q_proj,v_proj") if ".layers.0." in name}
+    assert 0 < len(first) < len(trained("q_proj,v_proj"))
+
+
 @pytest.mark.parametrize("saved", ["", "lm_head"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stages_of_a_pipeline_are_priced_by_what_they_have(saved: str, tied: bool, home: Path, tmp_path: Path) -> None:
@@ -402,6 +416,10 @@ def test_the_stages_of_a_pipeline_are_priced_by_what_they_have(saved: str, tied:
         ({"lora_rank": 4, "lora_target": ""}, "^--lora-target names no module"),
         ({"lora_rank": 4, "lora_target": "q_proj,all-linear"}, "^--lora-target all-linear stands alone"),
         ({"lora_rank": 4, "lora_target": "q_proj,query"}, "^--lora-target query: .* it has .*q_proj.*v_proj"),
+        ({"lora_rank": 4, "lora_target": "(q|"}, "is no regular expression .*give one, or names"),
+        ({"lora_rank": 4, "lora_target": ["q_proj", ".*v"]}, "stands alone; join several with |"),
+        ({"lora_rank": 4, "lora_target": "[qv]_proj"}, "matches the path of no module .* model.layers.0"),
+        ({"lora_rank": 4, "lora_target": ".*up_proj", "lora_modules_to_save": "mlp"}, "is within --lora-modules-to-save mlp"),
         ({"lora_rank": 4, "lora_target": "norm"}, "LlamaRMSNorm.*name other modules"),
         ({"lora_rank": 4, "lora_modules_to_save": "head"}, "^--lora-modules-to-save head: .* it has .*lm_head"),
         ({"lora_rank": 4, "lora_modules_to_save": "head"}, "it has (?!.*layers)"),

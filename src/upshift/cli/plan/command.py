@@ -15,6 +15,7 @@ import typer
 
 from upshift.cli import tables
 from upshift.cli.options import (
+    ChatTemplateOption,
     DataFormat,
     GlobalBatch,
     Html,
@@ -114,12 +115,12 @@ def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
-    split: SplitOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
-    encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
-    concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,
-    max_tpot_ms: MaxTpot = None, why: questions.Why = None, shadow_prices: questions.ShadowPrices = False,
-    largest: questions.LargestOption = None, compare: questions.Compare = None,
+    split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
+    objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
+    max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
+    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
     rows: Rows = None, html: Html = None, as_json: Json = False,

@@ -56,7 +56,8 @@ from upshift.units import format_count, format_seconds
 Instead = Literal["--largest", "--compare", "--check"]  # questions whose answers replace the ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
-    "train", "objective", "data", "text_column", "data_format", "loss_on", "split", "long_rows", "risk", "max_grad_norm", "steps",
+    "train", "objective", "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "risk",
+    "max_grad_norm", "steps",
     *AdapterOptions.model_fields,
     "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html", "from_",
 )  # fmt: skip
@@ -71,8 +72,8 @@ FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
 }
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
-    "data", "text_column", "data_format", "loss_on", "split", "long_rows", "objective", "risk", "max_grad_norm", "steps", "set_",
-    "allow", "lock", "from_", *OF_SEQUENCES, *LAYOUT_FLAGS,
+    "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "risk",
+    "max_grad_norm", "steps", "set_", "allow", "lock", "from_", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),

@@ -59,7 +59,7 @@ WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 # The other keys of Axolotl's config. They are rejected unless they turn something off.
 _OTHER_KEYS = """
 adam_beta3 adam_epsilon2 added_tokens_overrides base_model_config batch_size bench_dataset bench_split bnb_config_kwargs
-chat_template_jinja chat_template_kwargs cls_model_config comet_api_key comet_experiment_config
+chat_template_kwargs cls_model_config comet_api_key comet_experiment_config
 comet_experiment_key comet_mode comet_online comet_project_name comet_workspace cosine_constant_lr_ratio cosine_min_lr_ratio
 cpo_alpha curriculum_sampling dataloader_drop_last dataset_exact_deduplication dataset_shard_idx default_system_message device
 dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of do_bench_eval do_causal_lm_eval dpo_generate_during_eval
@@ -105,7 +105,6 @@ REMARKS: Mapping[str, str] = {  # what to do instead of a key
     "pretraining_dataset": "give the texts as datasets with type: completion",
     "group_by_length": "the plan sorts the rows of a batch alone, so that the order of the data stays",
     "hub_model_id": "push the output folder after the run",
-    "chat_template_jinja": "save the template in the tokenizer",
     "default_system_message": "write it into the rows, or into the chat template",
     "base_model_config": "give a folder with the config and the weights as base_model",
     "max_packed_sequence_len": "give sequence_len",

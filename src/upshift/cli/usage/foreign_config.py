@@ -164,6 +164,21 @@ def read_optimizer(config: ForeignConfig, key: str, name: str) -> None:
         config.reject(f"{key} {name}", f"use one of {', '.join(optimizers())}")
 
 
+def read_evaluation_size(config: ForeignConfig, key: str, other: str) -> None:
+    """Read how much of the training is held out. ``other``: the key of evaluation data."""
+    size = config.take(key)
+    has_data = "eval-data" in config.typed or any(option.key == "eval-data" for option in config.options)
+    if size is None and not has_data:
+        config.notes.append(f"without {key} and {other}, about 2 % of the rows are held out; add --eval-size 0 to train on all")
+    elif size is not None and not is_number(size):
+        config.reject(f"{key} {size}", "give a share below 1, or a number", replaced_by="eval-size")
+    elif has_data:
+        config.notes.extend([f"{key}: the evaluation data replaces it"] * bool(size))
+    else:
+        config.add("eval-size", size, key)
+        config.notes.append(f"{key}: the last rows are held out, and not drawn at random")
+
+
 def add_data_sets(config: ForeignConfig, key: str, data_sets: Sequence[Mapping[str, Any]], source: str) -> None:
     """Add data sets: as plain options if there is one that needs no description, else as the JSON of a description."""
     plain = {"path": key, "split": "split", "format": "data-format", "text_column": "text-column", "loss_on": "loss-on"}
@@ -188,6 +203,10 @@ def describe(config: ForeignConfig) -> list[str]:
     if config.planned:
         lines.append(f"  the plan chooses: {', '.join(config.planned)}")
     return lines + [f"  note: {note}" for note in config.notes]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_off(value: Any) -> bool:

@@ -18,11 +18,14 @@ from upshift.cli.usage.foreign_config import (
     ForeignConfig,
     add_data_sets,
     check_rejected,
+    is_number,
     is_off,
+    read_evaluation_size,
     read_optimizer,
     read_values,
 )
 from upshift.text import did_you_mean
+from upshift.training.data.data_options import CHAT_TEMPLATES
 from upshift.training.data.rows.instruction_prompts import PROMPTS
 
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -35,6 +38,8 @@ TRACKER_VARIABLES = {  # read by the trackers themselves
     "wandb_mode": "WANDB_MODE", "mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
     "mlflow_run_name": "MLFLOW_RUN_NAME",
 }  # fmt: skip
+TOKENIZERS_OWN = "tokenizer_default"
+FALLBACK = f"{TOKENIZERS_OWN}_fallback_"
 LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: the path is then that of the files
 ROW_FORMATS = {  # by the type of a data set
     "chat_template": "messages",
@@ -61,6 +66,7 @@ def read_axolotl(path: Path, typed: Collection[str]) -> ForeignConfig:
     config = ForeignConfig(str(path), read_values(path, option="--from-axolotl", library="Axolotl", needed="base_model"), typed)
     config.take_same(OPTION_OF)
     _read_batch(config)
+    _read_chat_template(config)
     _read_data(config)
     _read_objective(config)
     _read_optimization(config)
@@ -87,6 +93,36 @@ def _read_batch(config: ForeignConfig) -> None:
         config.notes.append("with sample_packing a row of Axolotl's batch holds several texts; --global-batch counts texts")
 
 
+def _read_chat_template(config: ForeignConfig) -> None:
+    """Read the template that writes chats. That of a data set goes before that of the config, and a run here has one."""
+    default = (config.take("chat_template", TOKENIZERS_OWN), config.take("chat_template_jinja"))
+    chosen = [default] if default[0] != TOKENIZERS_OWN else []
+    for source in ("datasets", "test_datasets"):
+        entries = config.values.get(source)
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, Mapping) and str(entry.get("type")).startswith("chat_template"):
+                own = (entry.get("chat_template"), entry.get("chat_template_jinja"))
+                chosen.append(own if own[0] is not None else default)
+    templates = list(dict.fromkeys((str(name), text) for name, text in chosen))
+    if len(templates) > 1:
+        names = " and ".join(name for name, _ in templates)
+        config.reject(f"chat_template {names}", "a run has one chat template", replaced_by="chat-template")
+    elif templates:
+        _add_chat_template(config, *templates[0])
+
+
+def _add_chat_template(config: ForeignConfig, name: str, text: Any) -> None:
+    if name == "jinja" and text:
+        config.add("chat-template", str(text), "chat_template_jinja")
+    elif name in CHAT_TEMPLATES:
+        config.add("chat-template", name, "chat_template")
+    elif name.startswith(FALLBACK):
+        config.notes.append(f"chat_template: the tokenizer's own; if it has none, add --chat-template {name[len(FALLBACK) :]}")
+    elif name != TOKENIZERS_OWN:
+        advice = f"write that template into a file, and add --chat-template FILE; by name there is {', '.join(CHAT_TEMPLATES)}"
+        config.reject(f"chat_template {name}", advice, replaced_by="chat-template")
+
+
 def _read_data(config: ForeignConfig) -> None:
     """Read the data sets, and what is learned of them."""
     learns_all = bool(config.take("train_on_inputs"))
@@ -105,9 +141,7 @@ def _read_data(config: ForeignConfig) -> None:
         if key == "data":
             training = entries
         _add_data(config, key, entries, training, source)
-    share = config.take("val_set_size")
-    if share is not None:
-        config.notes.append("val_set_size: without --eval-data, about 2 % of the rows are held out")
+    read_evaluation_size(config, "val_set_size", "test_datasets")
 
 
 def _add_data(
@@ -155,6 +189,8 @@ def _read_data_set(
 def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any], *, learns_all: bool) -> dict[str, Any]:
     """Return what the rows are, and the template that they are written with."""
     kind = data_set.pop("type", "input_ids")
+    for name in ("chat_template", "chat_template_jinja"):  # those of chats are read already; other rows have none
+        data_set.pop(name, None)
     _check_learned_turns(config, source, data_set)
     of_answers: dict[str, Any] = {"loss_on": "all"} if learns_all else {}
     if isinstance(kind, Mapping):
@@ -196,14 +232,12 @@ def _read_own_prompt(config: ForeignConfig, source: str, values: Mapping[str, An
 
 
 def _check_learned_turns(config: ForeignConfig, source: str, data_set: dict[str, Any]) -> None:
-    """Reject other turns than the assistant's, and a template that is not the tokenizer's."""
+    """Reject other turns than the assistant's."""
     if data_set.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):
         config.reject(f"{source}.roles_to_train", "the assistant's turns are learned, or those of all roles with train_on_inputs")
     for name in ("train_on_eos", "train_on_eot"):
         if data_set.pop(name, "turn") != "turn":
             config.reject(f"{source}.{name}", "EOS after each learned turn is learned: turn")
-    if data_set.pop("chat_template", "tokenizer_default") != "tokenizer_default":
-        config.reject(f"{source}.chat_template", "save the template in the tokenizer")
 
 
 def _read_messages(data_set: dict[str, Any]) -> dict[str, Any]:
@@ -269,17 +303,30 @@ def _read_long_rows(config: ForeignConfig) -> None:
 
 
 def _read_events(config: ForeignConfig) -> None:
-    """Read when the run evaluates and saves. Only numbers of steps are known."""
+    """Read when the run evaluates and saves: after steps, after a share of the run, or so often in each epoch."""
+    epochs = next((option.value for option in config.options if option.key == "epochs"), 1)
+    evaluates = bool({"eval-data", "eval-size"} & {*config.typed}) or any(
+        option.key == "eval-data" or (option.key == "eval-size" and option.value) for option in config.options
+    )
     for verb, option in (("eval", "eval-steps"), ("save", "save-steps")):
         steps = config.take(f"{verb}_steps")
-        if isinstance(steps, int) and not isinstance(steps, bool):
+        if is_number(steps):
             config.add(option, steps, f"{verb}_steps")
         elif steps is not None:
             config.reject(f"{verb}_steps {steps}", f"add --{option} N, a number of steps", replaced_by=option)
         if config.take(f"{verb}_strategy", "steps") not in ("steps", "no"):
             config.reject(f"{verb}_strategy", f"add --{option} N", replaced_by=option)
-        if config.take(f"{verb}s_per_epoch"):
-            config.reject(f"{verb}s_per_epoch", f"add --{option} N", replaced_by=option)
+        times = config.take(f"{verb}s_per_epoch")
+        if times and option in config.typed:
+            config.notes.append(f"{verb}s_per_epoch: --{option} replaces it")
+        elif is_number(times) and times > 0 and is_number(epochs):
+            share = 1 / (times * epochs)
+            if share < 1 and (verb == "save" or evaluates):
+                config.add(option, round(share, 6), f"{verb}s_per_epoch", "num_epochs")
+            else:  # as in Axolotl
+                config.notes.append(f"{verb}s_per_epoch: there is none before the end of the run")
+        elif times:
+            config.reject(f"{verb}s_per_epoch {times}", f"add --{option} N", replaced_by=option)
 
 
 def _read_adapter(config: ForeignConfig) -> None:
@@ -354,8 +401,6 @@ def _read_others(config: ForeignConfig) -> None:
         config.reject("special_tokens", "set them in the tokenizer, and save it beside the model")
     if config.take("tokenizer_config", config_model := _model_of(config)) != config_model:
         config.reject("tokenizer_config", "save that tokenizer beside the model")
-    if not str(config.take("chat_template", "tokenizer_default")).startswith("tokenizer_default"):
-        config.reject("chat_template", "save the template in the tokenizer")
     plugins = config.take("plugins", [])
     unknown = [name for name in plugins if not any(word in str(name).lower() for word in ("liger", "cut_cross_entropy"))]
     if unknown:

@@ -16,13 +16,16 @@ from upshift.cli.usage.foreign_config import (
     ForeignConfig,
     add_data_sets,
     check_rejected,
+    is_number,
     is_off,
+    read_evaluation_size,
     read_optimizer,
     read_values,
 )
 from upshift.cli.usage.llama_factory_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
 from upshift.text import did_you_mean
 from upshift.training.arguments import Tracker
+from upshift.training.data.data_options import CHAT_TEMPLATES
 from upshift.training.data.rows.data_set import LLAMA_FACTORY
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 
@@ -114,10 +117,11 @@ def _read_data(config: ForeignConfig, stage: str) -> None:
     """Read the data sets of dataset_info.json by their names."""
     folder = config.take("dataset_dir", "data")
     template = _read_template(config)
-    for key in ("mix_strategy", "mask_history"):
-        value = config.take(key, "concat")
-        if value not in ("concat", False):
-            config.reject(f"{key} {value}", "not known here; the data sets are read one after another, and all turns are learned")
+    strategy = config.take("mix_strategy", "concat")
+    if strategy != "concat":
+        config.reject(f"mix_strategy {strategy}", "not known here; the data sets are read one after another")
+    if config.take("mask_history"):
+        template["learned_turns"] = "last"
     if config.take("train_on_prompt"):
         template["loss_on"] = "all"
     max_samples = config.take("max_samples")
@@ -136,8 +140,7 @@ def _read_data(config: ForeignConfig, stage: str) -> None:
         add_data_sets(config, key, [data_set for data_set in data_sets if data_set], source)
     if stage == "rm":
         config.add("long-rows", "cut", "LLaMA-Factory's default")
-    if config.take("val_size"):
-        config.notes.append("val_size: without --eval-data, about 2 % of the rows are held out")
+    read_evaluation_size(config, "val_size", "eval_dataset")
 
 
 def _read_template(config: ForeignConfig) -> dict[str, Any]:
@@ -154,6 +157,8 @@ def _read_template(config: ForeignConfig) -> dict[str, Any]:
         config.reject(f"template {name}", f"use one of {', '.join(TEMPLATES)}, or remove it to use the chat template")
         return {}
     chosen: dict[str, Any] = {"template": f"{LLAMA_FACTORY}{name}"}
+    if name in CHAT_TEMPLATES:
+        config.add("chat-template", name, "template")
     if system is not None:
         chosen["system"] = str(system)
     if TEMPLATES[name].thoughts is not None and not thinks:
@@ -244,7 +249,7 @@ def _read_events(config: ForeignConfig) -> None:
         option = f"{verb}-steps"
         if strategy == "no" or (verb == "eval" and steps is None and strategy == "steps"):
             continue
-        if strategy != "steps" or isinstance(steps, bool) or not isinstance(steps, int):
+        if strategy != "steps" or not is_number(steps):
             config.reject(f"{verb}_strategy {strategy}, {verb}_steps {steps}", f"add --{option} N", replaced_by=option)
         else:
             config.add(option, steps, f"{verb}_steps")

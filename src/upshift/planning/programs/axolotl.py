@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from upshift.models.source import ALL_LINEAR
 from upshift.planning.plan import Plan
 from upshift.planning.programs.job import ONLY_HERE, Job, check_expressible
 
@@ -63,8 +62,8 @@ def _adapter(job: Job) -> dict[str, Any]:
     options = job.adapter
     if options.lora_rank is None:
         return {}
-    named: dict[str, Any] = {"lora_target_modules": list(options.lora_target)}
-    if options.lora_target == (ALL_LINEAR,):
+    named: dict[str, Any] = {"lora_target_modules": options.target_pattern or list(options.lora_target)}
+    if options.targets_all:
         named = {"lora_target_linear": True}
     return {
         "adapter": "qlora" if options.load_in_4bit else "lora",

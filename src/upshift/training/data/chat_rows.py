@@ -16,6 +16,7 @@ from upshift.errors import RequestError
 from upshift.text import describe_other_part, join_names
 from upshift.training.data.data_options import LossOn
 from upshift.training.data.row_formats import (
+    FUNCTIONS,
     MARGIN,
     MEDIA_COLUMNS,
     PREFERENCE,
@@ -37,7 +38,8 @@ SPEAKERS = {  # ``from`` of a ShareGPT turn -> role
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system", "tool": "tool",
     "observation": "tool", "function_call": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
 }  # fmt: skip
-FUNCTION_CALL = "function_call"
+FUNCTION_CALL = "function_call"  # a ShareGPT speaker, and a field of messages as OpenAI's API had it before tool calls
+FUNCTION = "function"  # the role of a tool's answer, and the type of a tool
 TOOL_CALLS = "tool_calls"
 
 
@@ -128,7 +130,7 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
     prompt = _decode_messages(record["prompt"])
     completion = _decode_messages(record["completion"])
     if isinstance(prompt, list) and _is_blank(completion):
-        messages = _read_messages(prompt, "prompt", place)
+        messages = _with_system(_read_messages(prompt, "prompt", place), record.get(SYSTEM), place)
         inputs = _template_inputs(record, place)
         return Chat(place=place, messages=messages, num_prompt_messages=len(messages), has_answer=False, **inputs)
     if isinstance(prompt, str | None) and isinstance(completion, str | None):  # a table of text (CSV) has no null, but ""
@@ -139,7 +141,7 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
             f"{place}: prompt holds {_shorten(prompt)} and completion holds {_shorten(completion)}; "
             "give two texts, or two lists of messages"
         )
-    messages = _read_messages(prompt, "prompt", place)
+    messages = _with_system(_read_messages(prompt, "prompt", place), record.get(SYSTEM), place)
     answer = _read_messages(completion, "completion", place)
     if any(message.get(WEIGHT) == 0 for message in answer):
         raise RequestError(
@@ -253,6 +255,10 @@ def _pair_of_chats(
             )
     if any(message.get(WEIGHT) == 0 for messages in answers for message in messages):
         raise RequestError(f"{place} has weight 0 in an answer, and answers are compared as a whole; leave the weight out")
+    if before:
+        before = _with_system(before, record.get(SYSTEM), place)
+    else:
+        answers = [_with_system(messages, record.get(SYSTEM), place) for messages in answers]
     inputs = _template_inputs(record, place)
     first, second = (
         Chat(place=place, messages=before + messages, num_prompt_messages=len(before), **inputs) for messages in answers
@@ -268,14 +274,14 @@ def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def _no_shared_prompt(place: str) -> RequestError:
     return RequestError(
-        f"{place} has no column 'prompt', and chosen and rejected do not begin with the same prompt; give the prompt in a column "
-        "of its own, or leave the row out"
+        f"{place} has no column 'prompt', and chosen and rejected do not begin with the same prompt; rename the prompt's column "
+        "to prompt, name it in a YAML file of data sets (key columns), or leave the row out"
     )
 
 
 def _refuse_template_inputs(record: Mapping[str, Any], place: str) -> None:
     """Raise RequestError if a row of two texts has something that only a chat template uses."""
-    name = next((name for name in (TOOLS, TEMPLATE_ARGUMENTS) if not _is_empty(record.get(name))), None)
+    name = next((name for name in (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS) if not _is_empty(record.get(name))), None)
     if name is not None:
         raise RequestError(
             f"{place} has {name!r}, which a prompt and a completion of plain text do not use; write them as lists of messages"
@@ -311,19 +317,27 @@ def _with_system(messages: list[Message], system: Any, place: str) -> list[Messa
 
 def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the tools and the arguments of a row's chat template."""
-    tools = record.get(TOOLS)
-    if _is_empty(tools):
-        tools = [] if isinstance(tools, list) else None
-    else:
-        tools = [decode_json(tool) for tool in _json_list(tools, TOOLS, place)]
-        other = next((tool for tool in tools if not isinstance(tool, dict)), None)
-        if other is not None:
-            raise RequestError(f"{place}: column 'tools' holds {_shorten(other)}; it must hold JSON schemas of functions")
+    tools = _read_tools(record, place)
     arguments = record.get(TEMPLATE_ARGUMENTS)
     arguments = {} if _is_empty(arguments) else decode_json(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} holds {_shorten(arguments)}; it must be an object")
     return {"tools": tools, "template_arguments": arguments}
+
+
+def _read_tools(record: Mapping[str, Any], place: str) -> list[Any] | None:
+    """Return the tools of a row, or None. Functions are tools without their type."""
+    column = TOOLS if _is_empty(record.get(FUNCTIONS)) else FUNCTIONS
+    tools = record.get(column)
+    if column == FUNCTIONS and not _is_empty(record.get(TOOLS)):
+        raise RequestError(f"{place} has the columns {TOOLS} and {FUNCTIONS}; give one of the two")
+    if _is_empty(tools):
+        return [] if isinstance(tools, list) else None
+    tools = [decode_json(tool) for tool in _json_list(tools, column, place)]
+    other = next((tool for tool in tools if not isinstance(tool, dict)), None)
+    if other is not None:
+        raise RequestError(f"{place}: column {column!r} holds {_shorten(other)}; it must hold JSON schemas of functions")
+    return tools if column == TOOLS else [{"type": FUNCTION, FUNCTION: function} for function in tools]
 
 
 def _read_messages(value: Any, column: str, place: str) -> list[Message]:
@@ -341,6 +355,8 @@ def _read_message(entry: Any, name: str) -> Message:
     message: Message = _without_nulls(entry)
     if "role" not in message and ("from" in message or "value" in message):
         message = _read_turn(message, name)
+    if FUNCTION_CALL in message or message.get("role") == FUNCTION:
+        message = _with_tool_calls(message, name)
     if "role" not in message:
         raise RequestError(f"{name} has no role; its fields are {join_names(message)}; give a role: {', '.join(ROLES)}")
     if message["role"] not in ROLES:
@@ -380,6 +396,20 @@ def _read_turn(turn: Message, name: str) -> Message:
     return {"role": ASSISTANT, TOOL_CALLS: [{"type": "function", "function": call} for call in calls], **others}
 
 
+def _with_tool_calls(message: Message, name: str) -> Message:
+    """Return a message of OpenAI's functions as one of its tools."""
+    converted = {key: value for key, value in message.items() if key != FUNCTION_CALL}
+    call = message.get(FUNCTION_CALL)
+    call = _without_nulls(call) if isinstance(call, dict) else call  # Arrow writes no call as an object of nulls
+    if not _is_empty(call):
+        if not _is_empty(message.get(TOOL_CALLS)):
+            raise RequestError(f"{name} has {FUNCTION_CALL} and {TOOL_CALLS}; give one of the two")
+        converted[TOOL_CALLS] = [{"type": FUNCTION, FUNCTION: call}]
+    if message.get("role") == FUNCTION:
+        converted["role"] = "tool"
+    return converted
+
+
 def _check_weight(message: Message, name: str) -> None:
     weight = message.get(WEIGHT)
     is_assistant = message["role"] == ASSISTANT
@@ -417,7 +447,10 @@ def _check_text_or_null(value: Any, column: str, place: str) -> None:
 def _json_list(value: Any, column: str, place: str) -> list[Any]:
     entries = decode_json(value)
     if not isinstance(entries, list):
-        raise RequestError(f"{place}: column {column!r} holds {_shorten(value)}; it must be a list")
+        advice = "it must be a list"
+        if isinstance(value, str) and value.lstrip().startswith("[{'"):
+            advice = "it is a list as Python prints it; write it as JSON (json.dumps), or save the table as Parquet"
+        raise RequestError(f"{place}: column {column!r} holds {_shorten(value)}; {advice}")
     return entries
 
 

@@ -18,14 +18,14 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from upshift.errors import RequestError
-from upshift.internals.transformers_names import RENDER_CHAT
-from upshift.text import fill_null_contents
+from upshift.internals.transformers_names import COMPILE_TEMPLATE, RENDER_CHAT
+from upshift.text import fill_null_contents, one_line
 from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message
 from upshift.training.data.data_files import say_once
-from upshift.training.data.row_formats import TEMPLATE_ARGUMENTS, TOOLS
+from upshift.training.data.row_formats import SYSTEM, TEMPLATE_ARGUMENTS, TOOLS
 from upshift.training.data.text_files import check_text
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
@@ -77,8 +77,8 @@ class TemplateWriter:
         """Return the chat as the template takes it. Raise RequestError if the template rejects it or ignores a part of it."""
         if not self._tokenizer.chat_template:
             raise RequestError(
-                f"{chat.place} is a chat, and the model's tokenizer has no chat template; use the tokenizer of a chat model, "
-                "or give prompt and completion as plain texts"
+                f"{chat.place} is a chat, and the model's tokenizer has no chat template; add --chat-template with a file or "
+                "chatml, use the tokenizer of a chat model, or give prompt and completion as plain texts"
             )
         reserved = next((name for name in chat.template_arguments if name in self._reserved), None)
         if reserved is not None:
@@ -342,6 +342,28 @@ def with_content(chat: Chat, index: int, word: str) -> Chat:
     has_parts = isinstance(messages[index].get("content"), list)
     messages[index] = {**messages[index], "content": [{"type": "text", "text": word}] if has_parts else word}
     return replace(chat, messages=messages)
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raise RequestError if the tokenizer's chat template is no Jinja, or does not write a question and its answer."""
+    try:
+        COMPILE_TEMPLATE.get()(tokenizer.chat_template)
+    except TemplateSyntaxError as error:
+        raise RequestError(f"--chat-template is no Jinja template: {error.message} (line {error.lineno}); mend it") from None
+    question, answer = STAND_INS
+    turns: list[Message] = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
+    reason = "its text has no content of the turns"
+    for messages in (turns, [{"role": SYSTEM, "content": "A"}, *turns]):
+        chat = Chat(place="", messages=messages)
+        for form in (chat, _as_parts(chat)):
+            try:
+                text = tokenizer.apply_chat_template(form.messages, tokenize=False)
+            except TEMPLATE_ERRORS as error:
+                reason = one_line(error, limit=160) or type(error).__name__
+            else:
+                if question in text and answer in text:
+                    return
+    raise RequestError(f"--chat-template does not write a chat of a question and an answer ({reason}); give another template")
 
 
 def _both_ways(choice: bool | None) -> tuple[bool, ...]:

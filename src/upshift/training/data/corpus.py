@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.text import join_names
 from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
@@ -41,6 +42,7 @@ from upshift.training.data.records import (
     rows_of_batches,
 )
 from upshift.training.data.row_formats import (
+    SIMILAR_COLUMNS,
     Columns,
     PairObjective,
     RowFormat,
@@ -86,6 +88,11 @@ def content_of(document: Document) -> str:
     if isinstance(document, Chat):
         return "a chat" if document.num_prompt_messages is None else "a prompt and a completion of messages"
     return "text"
+
+
+def has_chats(document: Document | None) -> bool:
+    """Return whether the tokenizer's chat template writes a document."""
+    return isinstance(document.chosen if isinstance(document, PreferencePair) else document, Chat)
 
 
 class Documents:
@@ -235,6 +242,7 @@ def read_corpus(
             f"{path} holds no documents ({documents.num_empty} empty, {len(documents.binary)} not UTF-8 text); "
             "give at least one with text"
         )
+    _refuse_lost_prompt(first, documents)
     first_evaluation = None if evaluation is None else evaluation.first()
     if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
@@ -249,6 +257,18 @@ def read_corpus(
         is_tokenized=isinstance(first, TokenRow),
         columns=documents.columns,
     )
+
+
+def _refuse_lost_prompt(first: Document, documents: Documents) -> None:
+    """Raise RequestError for two answers of plain text whose question is in a column that is not read."""
+    if not isinstance(first, PreferencePair) or not isinstance(first.chosen, PromptCompletion):
+        return
+    questions = [name for name in documents.unused_columns if name in SIMILAR_COLUMNS]
+    if questions and "prompt" not in documents.column_names:
+        raise RequestError(
+            f"{first.place} has no column 'prompt', and has {join_names(questions)}, which would not be learned from; rename the "
+            "question to prompt, name its column in a YAML file of data sets (key columns), or remove these columns"
+        )
 
 
 def _existing_path(path: Path | str) -> Path:
@@ -350,7 +370,8 @@ class _ColumnChooser:
             renamed = reader.renamed(names)
             names = list(renamed.values())
             empty = [renamed[name] for name in empty if name in renamed]
-            data_names = [*names, *(name for name in data_names if name not in renamed)]
+            used = [name for name in names if not reader.makes_prompt_of(name)]  # such a column is not left over in a row
+            data_names = [*used, *(name for name in data_names if name not in renamed)]
         if self.columns is None and reader is not None and reader.prompt_columns is not None:
             reader.check_columns(names, origin)
             fields = reader.prompt_columns
@@ -437,7 +458,8 @@ def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: boo
         split = pick_split(names, selection.split, path)
     if split is None:
         missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
-        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
+        advice = "give the folder of one split" if is_evaluation or not names else "name one of them with --split"
+        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; {advice}")
     evaluation_name = None if is_evaluation else find_validation_split(names)
     if evaluation_name == split:
         evaluation_name = None

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from upshift.errors import RequestError
 from upshift.planning.workload import RowsTogether
+from upshift.text import one_line
 from upshift.training.data.row_formats import PairObjective, RowFormat
 from upshift.value import Value
 
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+CHAT_TEMPLATES = {"chatml": CHATML}  # by name
+TEMPLATE_MARKS = ("{{", "{%")  # of Jinja
 LossOn = Literal["assistant", "assistant-content", "content", "all"]
 LongRows = Literal["cut", "split", "drop"]
 ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
@@ -25,11 +34,31 @@ class DataOptions(Value):
         description="assistant: its turns, or completions; assistant-content: the contents of its turns, and EOS after each; "
         "content: those of all turns; all: all tokens",
     )
+    chat_template: str | None = Field(
+        None, description="the text, the file or the name of the template that writes chats; None: the tokenizer's own"
+    )
     split: str | None = Field(None, description="the split to train on, or a range of its rows, such as train[:10%]")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
+    eval_size: float | None = Field(
+        None, ge=0, description="how much of the training is held out: a share below 1, or a number; None: about 2 %, at most 64"
+    )
     objective: ObjectiveName | None = Field(
         None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
     )
+
+    @field_validator("chat_template", mode="before")
+    @classmethod
+    def _read_template(cls, template: Any) -> Any:
+        """Return the text of a template. Raise RequestError for a file that cannot be read or holds none."""
+        return _read_chat_template(template) if isinstance(template, str | Path) else template
+
+    @field_validator("eval_size")
+    @classmethod
+    def _check_size(cls, size: float | None) -> float | None:
+        """Raise RequestError for a number of sequences that is not whole."""
+        if size is not None and size >= 1 and not size.is_integer():
+            raise RequestError(f"--eval-size {size:g} is neither a share below 1 nor a whole number; give such as 0.05 or 200")
+        return size
 
     @property
     def has_pairs(self) -> bool:
@@ -63,5 +92,45 @@ class DataKeywords(TypedDict, total=False):
     text_column: str | None
     data_format: RowFormat | None
     loss_on: LossOn | None
+    chat_template: str | None
     split: str | None
     long_rows: LongRows | None
+    eval_size: float | None
+
+
+def describe_difference(before: DataOptions, now: DataOptions, run: str) -> str:
+    """Return the first option that a run has now, and that it had not before, for an error. ``run``: its name."""
+    name = next(name for name in DataOptions.model_fields if getattr(now, name) != getattr(before, name))
+    given, earlier = (_show_option(name, getattr(options, name)) for options in (now, before))
+    return f"you gave {given}, and the run in {run} has {earlier}"
+
+
+def _show_option(field: str, value: Any) -> str:
+    option = f"--{field.replace('_', '-')}"
+    if value is None:
+        return f"no {option}"
+    shown = format(value, "g") if isinstance(value, float) else one_line(value, limit=60)
+    return f"{option} {next((name for name, text in CHAT_TEMPLATES.items() if text == value), shown)}"
+
+
+def _read_chat_template(template: str | Path) -> str:
+    """Return the text of a chat template: of a name, of a file, or itself. Raise RequestError for others."""
+    text = str(template)
+    if text in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[text]
+    if any(mark in text for mark in TEMPLATE_MARKS):
+        return text
+    advice = f"give a Jinja file, the text of a template, or {' or '.join(CHAT_TEMPLATES)}"
+    shown = repr(text[:200])
+    try:
+        is_file = bool(text) and Path(text).is_file()
+        content = Path(text).read_text(encoding="utf-8") if is_file else ""
+    except UnicodeDecodeError:
+        raise RequestError(f"--chat-template {shown} is not UTF-8 text; {advice}") from None
+    except (OSError, ValueError) as error:  # the name is too long, or holds a zero byte
+        raise RequestError(f"--chat-template {shown} cannot be read ({error}); {advice}") from None
+    if not is_file:
+        raise RequestError(f"--chat-template {shown} is not a file; {advice}")
+    if not any(mark in content for mark in TEMPLATE_MARKS):
+        raise RequestError(f"--chat-template {shown} has no {' and no '.join(TEMPLATE_MARKS)}, so it writes no turn; {advice}")
+    return content

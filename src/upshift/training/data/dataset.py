@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.objective import Kind, Objective, objective_for
-from upshift.training.data.corpus import Corpus, CorpusSummary, content_of
+from upshift.training.data.chat_template import check_chat_template
+from upshift.training.data.corpus import Corpus, CorpusSummary, content_of, has_chats
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
@@ -93,7 +95,7 @@ def prepare_data(
     corpus = _read_corpus(source, data_path, options)
     if eval_data is not None:
         corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options, is_evaluation=True))
-    tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
+    tokenizer = _choose_tokenizer(source, tokenizer, corpus, options)
     objective = _find_objective(source, tokenizer, has_rewards=options.has_reward_head)
     _check_objective(options, objective, source)
     objective = objective.changed(has_pairs=options.has_pairs)
@@ -260,7 +262,7 @@ class WholeDocuments:
 def read_whole_documents(source: ModelSource, data_path: str, options: DataOptions) -> WholeDocuments:
     """Return the tokens of the documents of the training split."""
     corpus = _read_corpus(source, data_path, options)
-    tokenizer = _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
+    tokenizer = _choose_tokenizer(source, None, corpus, options)
     return WholeDocuments(
         tokenized=tokenize(corpus.documents, tokenizer, loss_on=options.loss_on or "assistant"),
         origin=corpus.origin,
@@ -337,6 +339,18 @@ def _have_labels(sequences: Sequences, objective: Objective) -> NDArray[np.bool_
     if sequences.labels is None:
         return np.ones(len(sequences), bool)
     return objective.counted_labels(sequences, np.arange(len(sequences))) > 0
+
+
+def _choose_tokenizer(source: ModelSource, tokenizer: Any | None, corpus: Corpus, options: DataOptions) -> Any | None:
+    """Return the user's tokenizer, or the model's own, with the chat template that the user gives."""
+    if options.chat_template is None:
+        return tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
+    chosen: Any = copy.deepcopy(tokenizer) or _load_own_tokenizer(source, is_needed=True)
+    chosen.chat_template = options.chat_template
+    check_chat_template(chosen)
+    if not has_chats(corpus.documents.first()):
+        say_once(f"{corpus.origin} has no chats that --chat-template writes; the template is only saved with the model")
+    return chosen
 
 
 def _load_own_tokenizer(source: ModelSource, *, is_needed: bool) -> Any | None:

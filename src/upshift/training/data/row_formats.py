@@ -17,6 +17,7 @@ from upshift.text import join_names
 TEXT_COLUMN = "text"
 TOKEN_COLUMN = "input_ids"
 TOOLS = "tools"
+FUNCTIONS = "functions"  # tools as OpenAI's API had them before ``tools``
 SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
@@ -34,12 +35,12 @@ REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table mu
 }
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")  # a value in them is rejected, with its row
 OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
-    "messages": (SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
-    "conversations": (SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
-    "prompt-completion": (TOOLS, TEMPLATE_ARGUMENTS),
-    "alpaca": ("input", "history", SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
+    "messages": (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
+    "conversations": (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
+    "prompt-completion": (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
+    "alpaca": ("input", "history", SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
     "segments": (),
-    "preference": ("prompt", TOOLS, TEMPLATE_ARGUMENTS, MARGIN),
+    "preference": ("prompt", SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS, MARGIN),
 }
 DESCRIPTIONS: Mapping[RowFormat, str] = {
     "messages": "chats (messages)",
@@ -56,6 +57,7 @@ SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the me
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
 ))  # fmt: skip
+MESSAGE_FIELDS = (("role", "content"), ("from", "value"))  # of a message alone, in place of a chat
 LAYOUTS = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
 
 
@@ -213,10 +215,15 @@ def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin
 
 def _no_known_columns(names: Collection[str], origin: str) -> str:
     similar = [name for name in names if name in SIMILAR_COLUMNS]
+    fields = next((fields for fields in MESSAGE_FIELDS if all(name in names for name in fields)), None)
+    if fields is not None:
+        column = "messages" if fields == MESSAGE_FIELDS[0] else "conversations"
+        return f'{origin} is one message ({join_names(fields)}), and a row is a chat; write {{"{column}": [..]}} for each chat'
     if similar:
         return (
             f"{origin} has columns of chats or pairs ({', '.join(similar)}) that do not say which is which; "
-            f"{list_columns(names)}; rename them to {LAYOUTS}, or name a column of plain text with --text-column"
+            f"{list_columns(names)}; rename them to {LAYOUTS}, or name a column of plain text with --text-column. A YAML "
+            "file of data sets may rename them, too (key columns)"
         )
     return (
         f"{origin} has no column 'text'; {list_columns(names)}; name the one that holds the text with --text-column "

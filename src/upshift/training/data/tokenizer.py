@@ -183,6 +183,11 @@ def tokenize_corpus(
     ``side_length`` is the sequence length of an encoder and of its decoder.
     """
     options = options or DataOptions()
+    if corpus.evaluation is not None and options.eval_size is not None:
+        raise RequestError(
+            f"--eval-size {options.eval_size:g} holds rows of the training out, and {corpus.evaluation.origin} is the evaluation "
+            "data; leave --eval-size out"
+        )
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
     limit = NO_LIMIT if options.has_pairs else RowLimit(sequence_length, long_rows)  # a pair is cut as a whole, later
@@ -196,9 +201,9 @@ def tokenize_corpus(
 
     training = tokenize_part(corpus.documents, progress)
     if corpus.evaluation is None and options.has_pairs:
-        return hold_out_pairs(training)
+        return hold_out_pairs(training, options.eval_size)
     if corpus.evaluation is None:
-        return hold_out_evaluation(training, sequence_length=sequence_length)
+        return hold_out_evaluation(training, sequence_length=sequence_length, size=options.eval_size)
     evaluation = tokenize_part(corpus.evaluation, None)
     if evaluation.num_tokens and (evaluation.labels is None) != (training.labels is None):
         raise RequestError(

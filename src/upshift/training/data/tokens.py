@@ -170,37 +170,58 @@ def view_sequences(tokenized: TokenizedCorpus, side_length: int, num_sides: int,
     return sequences.select(np.flatnonzero(lengths >= 2))
 
 
-def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Split the last documents off for evaluation: about 2 % of the sequences, at least 1, at most 64.
+def num_held_out(total: int, size: float | None) -> int:
+    """Return how many of the sequences, or of the pairs, are held out for evaluation.
 
-    Hold out whole documents if they fit into that number, else the end of the last document. If there are fewer than two
-    sequences, return None in place of the evaluation corpus.
+    Raise RequestError if none would be left to train on.
+
+    Args:
+        total: all of them.
+        size: a share below 1, or a number. None: about 2 %, at least 1, at most 64, and none of fewer than two.
+    """
+    if size is None:
+        return min(max(round(total * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES) if total > 1 else 0
+    number = int(size) if size >= 1 else max(round(total * size), int(size > 0))
+    if number and number >= total:
+        raise RequestError(
+            f"--eval-size {size:g} holds out {number} of {total} sequences or pairs, and leaves none to train on; give a smaller "
+            "one"
+        )
+    return number
+
+
+def hold_out_evaluation(
+    tokenized: TokenizedCorpus, *, sequence_length: int, size: float | None = None
+) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last documents off for evaluation, as many sequences as ``num_held_out`` says.
+
+    Hold out whole documents if they fit into that number, else the end of the last document. Return None in place of the
+    evaluation corpus if there is none.
     """
     num_pieces = _count_pieces(tokenized, sequence_length)
     total = int(num_pieces.sum())
-    if total < 2:
+    number = num_held_out(total, size)
+    if not number:
         return tokenized, None
-    num_held_out = min(max(round(total * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
     from_the_end = np.cumsum(num_pieces[::-1])
-    whole_documents = int(np.searchsorted(from_the_end, num_held_out, side="right"))
+    whole_documents = int(np.searchsorted(from_the_end, number, side="right"))
     if whole_documents and from_the_end[whole_documents - 1] > 0:
         document = tokenized.num_documents - whole_documents
         return _slice_documents(tokenized, 0, document), _slice_documents(tokenized, document, tokenized.num_documents)
     last = int(np.flatnonzero(num_pieces)[-1])
-    cut = int(tokenized.offsets[last] + (num_pieces[last] - num_held_out) * sequence_length)
+    cut = int(tokenized.offsets[last] + (num_pieces[last] - number) * sequence_length)
     train = _slice_corpus(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
     evaluation = _slice_corpus(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
     return train, evaluation
 
 
-def hold_out_pairs(tokenized: TokenizedCorpus) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Split the last pairs of documents off for evaluation: about 2 %, at least 1, at most 64. If there is one pair, hold none
-    out."""
+def hold_out_pairs(tokenized: TokenizedCorpus, size: float | None = None) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last pairs of documents off for evaluation, as many as ``num_held_out`` says."""
     num_pairs = tokenized.num_documents // 2
-    if num_pairs < 2:
+    number = num_held_out(num_pairs, size)
+    if not number:
         return tokenized, None
-    num_held_out = min(max(round(num_pairs * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
-    first = 2 * (num_pairs - num_held_out)
+    first = 2 * (num_pairs - number)
     return _slice_documents(tokenized, 0, first), _slice_documents(tokenized, first, tokenized.num_documents)
 
 

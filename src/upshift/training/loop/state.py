@@ -23,6 +23,7 @@ from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import REFERENCE_NAME, newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, seal, unseal
+from upshift.training.data.data_options import DataOptions, describe_difference
 from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
@@ -83,7 +84,8 @@ class Run(Value):
     sequence_length: int
     objective: str | None = None  # dpo; None: the model's own, whether or not the user named it
     arguments: Arguments
-    adapter: AdapterOptions | None = None  # None: the file is older than this field
+    adapter: AdapterOptions | None = None  # None: the file is older than this field, as for the next
+    data_options: DataOptions | None = None
     id: str  # the same in each of its checkpoints
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen until the end of each step
@@ -127,13 +129,13 @@ class Run(Value):
 def new_run(job: Job, data: TrainingData) -> Run:
     return Run(
         model=job.plan.model,
-        data=fingerprint(data.training),
-        eval_data=None if data.evaluation is None else fingerprint(data.evaluation),
+        **_fingerprints(data),
         global_batch=job.global_batch // job.data_options.rows_together,
         objective=job.data_options.objective if job.data_options.has_pairs else None,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
         adapter=job.adapter,
+        data_options=job.data_options,
         id=secrets.token_hex(8),
     )
 
@@ -198,11 +200,32 @@ def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) ->
         adapter.check_same(previous_run.adapter, directory)
 
 
+def check_resumed_data(directory: Path, data: TrainingData, options: DataOptions, arguments: Arguments) -> None:
+    """Raise RequestError if a run that resumes had other data or another optimization. Call it before planning."""
+    if not (directory / RUN_NAME).exists() or newest_checkpoint(directory) is None:
+        return
+    previous_run = Run.read(directory)
+    fingerprints = _fingerprints(data)
+    _check_same_run(previous_run, previous_run.changed(arguments=arguments, data_options=options, **fingerprints), directory)
+
+
+def _fingerprints(data: TrainingData) -> dict[str, str | None]:
+    """Return the fields of Run that say what the data is."""
+    evaluation = None if data.evaluation is None else fingerprint(data.evaluation)
+    return {"data": fingerprint(data.training), "eval_data": evaluation}
+
+
 def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
     difference = _first_difference(previous_run, run)
     if difference is not None:
         name, old, new = difference
+        before, now = previous_run.data_options, run.data_options
+        if name in ("data", "eval_data") and before is not None and now is not None and now != before:
+            raise RequestError(
+                f"{describe_difference(before, now, str(directory))}; resume with the options of that run, or start anew in "
+                "another output directory"
+            )
         raise RequestError(
             f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
             "resume with the value of that run, or start anew in another output directory"

@@ -42,8 +42,8 @@ class XlaArgumentFields(TypedDict, total=False):
     adam_epsilon: float
     max_grad_norm: float
     seed: int
-    eval_steps: int
-    save_steps: int
+    eval_steps: float
+    save_steps: float
     save_total_limit: int
     gradient_accumulation_steps: int
     optim: Optimizer

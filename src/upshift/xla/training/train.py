@@ -86,6 +86,7 @@ def train(
         arguments: the fields of ``XlaArguments``. ``max_steps`` is required.
     """
     checked = XlaArguments.from_fields(dict(arguments))
+    checked = checked.for_steps(checked.max_steps)
     output = Path(output)
     rates = learning_rates(checked)
     devices = devices or choose_devices()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field
@@ -16,7 +16,7 @@ from pydantic import Field
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 from upshift.training.data.data_options import LossOn
-from upshift.training.data.row_formats import RowFormat
+from upshift.training.data.row_formats import PREFERENCE, RowFormat
 from upshift.training.data.rows.instruction_prompts import PROMPTS, InstructionPrompt, check_places, find_prompt
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 from upshift.training.data.rows.row_slice import RowSlice, read_split
@@ -45,6 +45,12 @@ class DataSet(Value):
     thinks: bool = Field(True, description="keep the thoughts of answers, with a template of turns")
     loss_on: LossOn | None = Field(None, description="what is learned; None: --loss-on says it")
 
+    learned_turns: Literal["all", "last"] = Field("all", description="the turns of the assistant that are learned")
+
+    @property
+    def learns_last_only(self) -> bool:
+        return self.learned_turns == "last"
+
     @property
     def rows(self) -> RowSlice:
         return read_split(self.split)
@@ -62,7 +68,7 @@ class DataSet(Value):
         if self.template is None or not self.template.startswith(LLAMA_FACTORY):
             return None
         template = TEMPLATES[self.template.removeprefix(LLAMA_FACTORY)]
-        return TurnWriter(template, system=self.system, thinks=self.thinks)
+        return TurnWriter(template, system=self.system, thinks=self.thinks, learns_last_only=self.learns_last_only)
 
     def check(self, origin: str) -> None:
         """Raise RequestError for a template that does not exist, and for answers that exclude each other."""
@@ -76,6 +82,9 @@ class DataSet(Value):
             raise RequestError(f"{origin} has an empty path; give that of a file or a folder")
         if self.template is not None and self.prompt is not None:
             raise RequestError(f"{origin} has a template and a prompt; give one of them")
+        if self.learns_last_only and (self.loss_on in ("content", "all") or self.format == PREFERENCE):
+            other = f"format {PREFERENCE}" if self.format == PREFERENCE else f"loss_on {self.loss_on}"
+            raise RequestError(f"{origin} has learned_turns last and {other}; leave one of the two out")
         if self.prompt is not None:
             check_places(self.prompt.with_input, ("instruction", "input"), f"{origin}: with_input")
             check_places(self.prompt.without_input, ("instruction",), f"{origin}: without_input")

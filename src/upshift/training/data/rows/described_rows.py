@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, decode_json, read_chat
+from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion, decode_json, read_chat
 from upshift.training.data.row_formats import PREFERENCE, Columns, list_columns
 from upshift.training.data.rows.data_set import DataSet
 from upshift.training.data.rows.segments import SegmentRow
@@ -48,6 +48,10 @@ class RowReader:
             return {name: name for name in names}
         return {theirs: ours for ours, theirs in columns.items() if theirs in names}
 
+    def makes_prompt_of(self, name: str) -> bool:
+        """Return whether the prompt of a pair of answers is made from this column, by our name."""
+        return self._data_set.format == PREFERENCE and name in QUESTION_COLUMNS
+
     def needed_of(self, names: Collection[str], columns: Columns) -> list[str]:
         """Return the data's names of the columns that a row is read from."""
         used = set(self._data_set.columns or columns.of_chat(list(names)))
@@ -60,7 +64,7 @@ class RowReader:
             for name in MESSAGE_COLUMNS:
                 if name in row:
                     row[name] = self._rename_messages(row[name])
-        if self._data_set.format == PREFERENCE and any(name in row for name in QUESTION_COLUMNS):
+        if any(self.makes_prompt_of(name) for name in row):
             row = _with_prompt(row, place)
         return row
 
@@ -75,6 +79,8 @@ class RowReader:
             self.check_columns(record, place)
             return self._prompt.segments_of(record, place)
         row = read_chat(record, columns, place)
+        if self._data_set.learns_last_only and isinstance(row, Chat):
+            row = _with_last_turn_learned(row)
         if self._writer is not None and isinstance(row, PreferencePair):
             return self._writer.segments_of_pair(row)
         if self._writer is not None and isinstance(row, Chat):
@@ -102,6 +108,13 @@ class RowReader:
         if isinstance(renamed.get("weight"), bool):
             renamed["weight"] = int(renamed["weight"])
         return renamed
+
+
+def _with_last_turn_learned(chat: Chat) -> Chat:
+    """Return a chat of which the last turn of the assistant alone is learned."""
+    answers = [index for index, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    messages = [{**message, WEIGHT: 0} if index in answers[:-1] else message for index, message in enumerate(chat.messages)]
+    return replace(chat, messages=messages, num_prompt_messages=None)
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_data(data: Path | str, options: DataOptions, *, has_decoder: bool, is_e
         replace(_read_data_set(data_set, options, has_decoder=has_decoder), loss_on=data_set.loss_on)
         for data_set in described.data_sets
     ]
-    return corpora[0] if len(corpora) == 1 else _join(corpora, described)
+    return corpora[0] if len(corpora) == 1 else _join(corpora, described, holds_out=options.eval_size != 0)
 
 
 def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool) -> Corpus:
@@ -75,7 +75,7 @@ def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool
     )
 
 
-def _join(corpora: Sequence[Corpus], described: Described) -> Corpus:
+def _join(corpora: Sequence[Corpus], described: Described, *, holds_out: bool) -> Corpus:
     """Return several corpora as one. Raise RequestError if rows with an answer are beside others."""
     first = corpora[0]
     for corpus in corpora[1:]:
@@ -86,7 +86,7 @@ def _join(corpora: Sequence[Corpus], described: Described) -> Corpus:
             )
     evaluations = [corpus.evaluation for corpus in corpora if corpus.evaluation is not None]
     evaluation = JoinedDocuments(evaluations, f"the validation splits of {described.origin}") if evaluations else None
-    if evaluation is None:
+    if evaluation is None and holds_out:
         say_once(f"{described.origin}: the rows that are held out for evaluation are the last ones of {corpora[-1].origin}")
     return Corpus(
         origin=described.origin,

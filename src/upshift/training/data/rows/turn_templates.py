@@ -49,6 +49,7 @@ class TurnWriter:
     template: TurnTemplate
     system: str | None = None
     thinks: bool = True
+    learns_last_only: bool = False  # earlier answers are history: they are not learned, and have no thoughts
 
     def segments_of(self, chat: Chat) -> SegmentRow:
         """Return a chat in segments. Raise RequestError, with its place, for turns that do not alternate."""
@@ -60,8 +61,10 @@ class TurnWriter:
         segments: list[Segment] = []
         for number in range(0, len(messages), 2):
             answer = messages[number + 1]
-            is_history = num_prompt is not None and number + 1 < num_prompt
-            if number and self.template.closes_chat and num_prompt is None:
+            is_last = number + 2 == len(messages)
+            is_history = not is_last if self.learns_last_only else num_prompt is not None and number + 1 < num_prompt
+            closes = not is_last if self.learns_last_only else bool(number)  # LLaMA-Factory counts from the last turn then
+            if closes and self.template.closes_chat and num_prompt is None:
                 segments.append(Segment("", kind="closing"))
             segments += self._write_question(messages[number], system if number == 0 else None)
             segments += self._write_answer(
@@ -93,7 +96,7 @@ class TurnWriter:
         yield from _fill(template.user, before + str(question["content"]))
 
     def _write_answer(self, content: str, *, is_learned: bool, is_history: bool) -> Iterator[Segment]:
-        """Yield the segments of an answer. The history of a pair of answers has no thoughts."""
+        """Yield the segments of an answer. An answer of the history has no thoughts."""
         thoughts = self.template.thoughts
         if thoughts is not None and (is_history or not self.thinks):
             opening, closing = map(re.escape, thoughts)
