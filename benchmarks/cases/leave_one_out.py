@@ -3,9 +3,12 @@
     python benchmarks/cases/leave_one_out.py        # a minute: from the rows of benchmarks/results/published.jsonl
 
 The planner has three factors for each kind of GPU: what matrix products, attention and memory traffic keep of the rates of single
-kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU,
-each source with the same weight. If no other source has rows on it, the factors for GPUs that nobody measured are taken. Then the
-source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU.
+Then the source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+
+The fit is the most likely one (maximum a posteriori). Before any row, a factor is that of GPUs that nobody measured, times or
+over 1.28 (PRIOR_SPREAD), so that two rows of one source do not push it to its bound. The rows of a source share what is odd
+about it. So a source counts with the square root of their number.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ ROWS = Path(__file__).parents[1] / "results" / "published.jsonl"
 TERMS = ("matrix products", "attention", "memory traffic")  # in the order of Sustained
 BOUNDS = (0.1, 1.0)  # of each factor
 START = tuple(SUSTAINED_ELSEWHERE)
+PRIOR_SPREAD = 0.25  # standard deviation of a factor's logarithm among kinds of GPU
+ROW_ERROR = 0.1  # the expected size of a row's error: the goal for its median
 NEAR = 0.25  # the goal: nine of ten rows are that close
 
 
@@ -41,11 +46,14 @@ class Row(NamedTuple):
     predicted: float  # tokens/s
     measured: float
     terms: dict[str, float]  # seconds of a step
+    precision: str = "bf16"
 
     def ratio(self, factors: Sequence[float]) -> float:
         """Return predicted over measured speed with other factors."""
         known = SUSTAINED.get(self.kind, SUSTAINED_ELSEWHERE)
         scales = {name: old / new for name, old, new in zip(TERMS, known, factors, strict=True)}
+        if self.precision == "fp32":  # its products run without tensor cores, whose factor this is
+            del scales["matrix products"]
         seconds = sum(self.terms.values())
         changed = sum(value * scales.get(name, 1.0) for name, value in self.terms.items())
         return self.predicted * seconds / changed / self.measured
@@ -66,7 +74,7 @@ def read_rows() -> list[Row]:
             json.dumps((published["source"], published["host"], document["plan"], measured)),
             Row(
                 published["source"], gpu.compute_capability or (0, 0), document["predicted"]["tokens_per_second"],
-                measured, document["details"]["terms"],
+                measured, document["details"]["terms"], document["plan"]["precision"],
             ),
         )  # fmt: skip
     return list(rows.values())
@@ -80,13 +88,16 @@ def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def fit(rows: Sequence[Row]) -> Sustained:
-    """Return the factors with the least mean error of the logarithm, each source with the same weight."""
+    """Return the most likely factors by rows of one kind of GPU."""
     if not rows:
         return SUSTAINED_ELSEWHERE
     groups = list(by_source(rows).values())
 
     def error(factors: Sequence[float]) -> float:
-        return statistics.mean(statistics.mean(abs(math.log(row.ratio(factors))) for row in group) for group in groups)
+        sizes = [statistics.fmean(abs(math.log(row.ratio(factors))) for row in group) for group in groups]
+        by_rows = sum(math.sqrt(len(group)) * size for group, size in zip(groups, sizes, strict=True)) / ROW_ERROR
+        by_prior = sum(math.log(factor / start) ** 2 for factor, start in zip(factors, START, strict=True)) / PRIOR_SPREAD**2 / 2
+        return by_rows + by_prior
 
     found = minimize(error, START, method="Nelder-Mead", bounds=[BOUNDS] * len(TERMS), options={"xatol": 1e-3, "fatol": 1e-4})
     return Sustained(*map(float, found.x))

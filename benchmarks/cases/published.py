@@ -126,7 +126,8 @@ def skipped_table(reasons: dict[str, int]) -> str:
 
 def layout_of(row: dict[str, Any]) -> Layout:
     sharing = row["data_parallel"] * (row["context_parallel"] or 1)
-    in_node = int(row["host"].split("x")[-2]) if row["host"].count("x") and row["host"].split("x")[-2].isdigit() else 1
+    counts = row["host"].partition("@")[0].split("x")
+    in_node = int(counts[-2]) if len(counts) > 1 and counts[-2].isdigit() else 1
     stage = STAGES[row["fully_shard"]] if sharing > 1 else "no"
     size = in_node if row["fully_shard"] == "hybrid" else sharing
     layout = Layout(

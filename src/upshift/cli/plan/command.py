@@ -48,6 +48,7 @@ from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
+from upshift.planning.analysis.what_if import hint_at_allow
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
@@ -167,7 +168,8 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
-    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
+    hint = hint_at_allow(planning, fixed=request.fixed)
+    _print_planning(planning, tables.adapter_line(adapter), hint, rows=rows or tables.SHOWN_PLANS)
     answers.print(sample_unit(planning.profile))
     tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
 
@@ -241,7 +243,7 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
-def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> None:
+def _print_planning(planning: Planning, adapter: str | None, hint: str | None, *, rows: int) -> None:
     if adapter is not None:
         tables.out.print(adapter, highlight=False)
     host = planning.host
@@ -258,6 +260,8 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
+    if hint is not None:
+        tables.out.print(f"{hint}\n", highlight=False)
     tables.out.print(ranking.time_line(best), highlight=False)
     tables.out.print(ranking.memory_table(planning, best))
     tables.out.print(ranking.reasons_table(planning))
