@@ -1,9 +1,9 @@
-"""Judge each engine's published speeds of inference by factors that did not see them.
+"""Judge each source of published speeds of inference by factors that did not see it.
 
 A predicted time is a sum of terms. Here three factors scale them: one for reading (weights, the cache, activations), one for
-arithmetic (products, attention of prompts), one for launches and the host. For each engine they are fitted to the rows of all
-other engines, without what the planner's own constants were chosen on, and the engine's rows are predicted with them. The rows of
-an engine share what is odd about it, so it counts with the square root of their number.
+arithmetic (products, attention of prompts), one for launches and the host. For each source they are fitted to the rows of all
+other sources, and the source's rows are predicted with them. The rows of a source share what is odd about it. So it counts with
+the square root of their number.
 
 Which terms there are was decided with all rows in view. That stays.
 """
@@ -28,7 +28,7 @@ NEAR = 0.3  # the goal: nine of ten rows are that close
 class Row(NamedTuple):
     """A published speed, its prediction, and the seconds of the prediction by term."""
 
-    engine: str
+    source: str
     predicted: float
     measured: float
     seconds: StepTime
@@ -43,16 +43,16 @@ class Row(NamedTuple):
         return self.predicted / self.measured * total / (total + scaled)
 
 
-def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups = defaultdict[str, list[Row]](list)
     for row in rows:
-        groups[row.engine].append(row)
+        groups[row.source].append(row)
     return dict(sorted(groups.items()))
 
 
 def fit(rows: Sequence[Row]) -> tuple[float, ...]:
     """Return the factors with the least error of the logarithm."""
-    groups = list(by_engine(rows).values())
+    groups = list(by_source(rows).values())
 
     def error(factors: Sequence[float]) -> float:
         sizes = [statistics.fmean(abs(math.log(row.ratio(factors))) for row in group) for group in groups]
@@ -64,11 +64,11 @@ def fit(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def left_out_ratios(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return predicted over measured speed of each engine's rows, by factors that were fitted without that engine."""
+    """Return predicted over measured speed of each source's rows, by factors that were fitted without that source."""
     ratios = {}
-    for engine, own in by_engine(rows).items():
-        factors = fit([row for row in rows if row.engine != engine])
-        ratios[engine] = [row.ratio(factors) for row in own]
+    for source, own in by_source(rows).items():
+        factors = fit([row for row in rows if row.source != source])
+        ratios[source] = [row.ratio(factors) for row in own]
     return ratios
 
 
@@ -83,8 +83,8 @@ def figures(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return the figures of all rows, then those of each engine, the largest error first."""
+    """Return the figures of all rows, then those of each source, the largest error first."""
     ratios = left_out_ratios(rows)
-    engines = {engine: figures(group) for engine, group in ratios.items()}
+    sources = {source: figures(group) for source, group in ratios.items()}
     everything = figures([ratio for group in ratios.values() for ratio in group])
-    return {"all": everything, **dict(sorted(engines.items(), key=lambda item: -item[1]["median"]))}
+    return {"all": everything, **dict(sorted(sources.items(), key=lambda item: -item[1]["median"]))}

@@ -230,7 +230,7 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 tier="formula",
             )
             measured = Numbers(tokens_per_second=speed, peak_gib=memory)
-            named = {key: row[key] for key in ("source", "path", "commit", "quote", "memory_kind", "host")}
+            named = {key: row[key] for key in ("source", "path", "commit", "quote", "memory_kind", "host", "host_note")}
             case.add(
                 row["source"].split("/")[-1], plan=found.plan.model_dump(mode="json"), predicted=predicted,
                 measured=measured, details={"published": named, "terms": found.time.terms},

@@ -62,8 +62,8 @@ FIGURES = (
     Figure(name="pairs", of=Source(row="summary", value="details.pairs")),
     Figure(name="held-out-pairs", of=Source(row="summary", value="details.held_out_pairs")),
     Figure(name="unseen-rows", of=Source(row="summary", value="details.left_one_out.all.rows")),
-    Figure(name="unseen-median", of=Source(row="summary", value="details.left_one_out.all.median")),
-    Figure(name="unseen-near", of=Source(row="summary", value="details.left_one_out.all.near")),
+    Figure(name="unseen-median", of=Source(row="summary", value="details.left_one_out.all.median"), scale=100),
+    Figure(name="unseen-near", of=Source(row="summary", value="details.left_one_out.all.near"), scale=100),
 )
 CELLS = ("{rows:.0f}", "{mean:.0%}", "{median:.0%}", "{worst:.0%}", "{bias:+.0%}")
 TABLES = (
@@ -104,7 +104,7 @@ TABLES = (
     ),
     Table(
         name="unseen",
-        header=("tokens/s, by engine", "rows", "median", "bias", "within 30%"),
+        header=("tokens/s, by source", "rows", "median", "bias", "within 30%"),
         of="summary",
         each="details.left_one_out",
         cells=("{rows:.0f}", "{median:.0%}", "{bias:+.0%}", "{near:.0%}"),
@@ -322,9 +322,9 @@ def tables(scores: list[Score]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def left_one_out(scores: list[Score]) -> dict[str, dict[str, float]]:
-    """Return the figures of each engine's speeds, by factors that did not see it."""
+    """Return the figures of each source's speeds, by factors that did not see it."""
     rows = [
-        leave_one_out_inference.Row(score.row["engine"].split(" (")[0], score.predicted, score.measured, score.seconds)
+        leave_one_out_inference.Row(score.row["source"], score.predicted, score.measured, score.seconds)
         for score in scores
         if score.seconds is not None
     ]
@@ -374,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [
         [of, f"{one['rows']}", f"{one['median']:.0%}", f"{one['bias']:+.0%}", f"{one['near']:.0%}"] for of, one in unseen.items()
     ]
-    print(format_table(("each engine left out", "rows", "median", "bias", "within 30%"), cells), end="\n\n")
+    print(format_table(("each source left out", "rows", "median", "bias", "within 30%"), cells), end="\n\n")
     print("\n".join(worst(scores, options.worst)))
     for why, count in sorted(left_out.items(), key=lambda item: -item[1]):
         print(f"left out {count}: {why}")

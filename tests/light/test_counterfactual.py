@@ -173,9 +173,9 @@ def test_shadow_prices_of_one_device() -> None:
 
 
 def memory_bound(allow: tuple[str, ...] = ()) -> Planning:
-    """Return the plan of 1.2B on a card of 24 GB, where weights in fp32 with their states leave little."""
+    """Return the plan of 1.3B on a card of 24 GB, where weights in fp32 with their states leave little."""
     host, workload = describe("rtx-4090"), Workload(sequence_length=2048, global_batch=32, allow=allow)
-    profile = decoder(Size(2048, 8192, 18, 32, 8, 32000))
+    profile = decoder(Size(2048, 8192, 20, 32, 8, 32000))
     ranking = search(host, profile, workload, fixed=parse_fixed((), host, profile, workload))
     candidates = calibrate_and_filter(ranking, host, profile, workload, NO_RECORDS)
     return Planning(host, profile, workload, candidates, ranking.candidates[0])
