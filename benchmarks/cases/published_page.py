@@ -38,8 +38,10 @@ python benchmarks/cases/leave_one_out.py        # prints this table from the row
 ```
 
 - **Within 25%**: the share of runs whose error is at most 25 %. The goal is 90 %.
-- pytorch/ao says that its B200 had limited power. No factor is fitted to these rows, because they show the limit and not the chip.
 - **In interval**: the share of runs that lie in the printed interval of a step's time, 0.60 to 1.60. The goal is 90 %.
+
+pytorch/ao says that its B200 had limited power. So these rows are judged, but no factor is fitted to them: they show the limit,
+and not the chip.
 
 ## Memory
 
@@ -61,9 +63,10 @@ with the CUDA context and other libraries.
 - bigscience (Megatron-DeepSpeed) and Calculon trained an older GPT that Upshift cannot divide over GPUs. GPT-NeoX of the same
   size is predicted in its place. That prediction leaves out the time to move the attention scores, so it is too fast. bigscience
   read its memory from nvidia-smi, in whole GB.
-- bigscience's nodes have four Omni-Path links of 100 Gb/s ([arXiv 2211.05100](https://arxiv.org/abs/2211.05100)). Two things about
-  its rows are not predicted. In 14 rows the width of a head is no multiple of 8: their median error is +41 %, that of the others
-  +7 %. And 44 rows were measured before the links of its nodes were repaired: +16 %, against +3 % afterwards.
+- bigscience's nodes have four Omni-Path links of 100 Gb/s ([arXiv 2211.05100](https://arxiv.org/abs/2211.05100)). Two things
+  about its rows are not predicted. In 14 rows the width of a head is no multiple of 8: their median error is +41 %, that of the
+  others +7 %. And 42 rows on several nodes were measured before the links inside the nodes were repaired: +16 %, against +3 %
+  afterwards.
 - Products in fp32 keep the rate of single kernels. The factors of matrix products are those of tensor cores, which lower their
   clocks under load.
 - torchtune's runs were on one GPU with everything in bf16. Their other settings come from its notes.
