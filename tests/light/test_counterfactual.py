@@ -191,6 +191,21 @@ def test_a_plan_short_of_memory_names_what_would_help() -> None:
     assert hint_at_allow(planned(ONE), fixed=()) is None
 
 
+@pytest.mark.parametrize(
+    ("host", "fixed", "words"),
+    [
+        ("4xgh200-96gb", (), "the rate inside nodes is unknown on 4xgh200-96gb; give the path of a Host JSON file"),
+        ("8xh100", ("optim_offload=true",), "rates of its memory and link"),
+    ],
+)
+def test_no_plan_names_what_is_unknown(host: str, fixed: tuple[str, ...], words: str) -> None:
+    """And not that one of the plans needs too much memory, nor that the rate of its precision is unknown."""
+    profile = decoder(Size(4096, 14336, 32, 32, 8))
+    workload = Workload(sequence_length=512, global_batch=64)
+    with pytest.raises(RequestError, match=words):
+        plan_training(SOURCE, describe(host), workload, fixed=fixed, described=True, profiler=lambda *_, **__: profile)
+
+
 def test_a_price_is_what_the_changed_host_gives() -> None:
     planning = planned(ONE)
     assert ONE.gpu is not None and ONE.gpu.memory_bytes is not None

@@ -160,7 +160,7 @@ def command(
     if asked.answer_instead(request):
         return
     host = request.host()
-    with tables.bar("Tracing the model on fake tensors") as progress:
+    with tables.bar("Comparing plans" if is_quick else "Tracing the model on fake tensors") as progress:
         planning = request.plan(host, progress)
     answers = asked.answers(request, planning)
     exchange.write_plan(target, planning, model, adapter, data)

@@ -301,10 +301,10 @@ def _find_key(name: str) -> str:
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
     hint = f"close are {', '.join(similar)}; " if similar else ""
     listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS and not key.startswith(LISTED_BY_FAMILY)))
-    families = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
+    other_names = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
     mac = "a Mac's chip with its memory, such as m2-max-64gb"
     problem = f"unknown product {name[:MAX_SHOWN]!r}"
-    raise RequestError(f"{problem}; {hint}use one of {listed}, {families}, {mac}, or the path of a Host JSON file")
+    raise RequestError(f"{problem}; {hint}use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file")
 
 
 def _describe_choices(name: str, keys: Iterable[str]) -> str:
