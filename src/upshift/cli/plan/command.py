@@ -168,8 +168,7 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
-    hint = hint_at_allow(planning, fixed=request.fixed)
-    _print_planning(planning, tables.adapter_line(adapter), hint, rows=rows or tables.SHOWN_PLANS)
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
     answers.print(sample_unit(planning.profile))
     tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
 
@@ -243,7 +242,7 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
-def _print_planning(planning: Planning, adapter: str | None, hint: str | None, *, rows: int) -> None:
+def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed: tuple[str, ...] = ()) -> None:
     if adapter is not None:
         tables.out.print(adapter, highlight=False)
     host = planning.host
@@ -260,6 +259,7 @@ def _print_planning(planning: Planning, adapter: str | None, hint: str | None, *
     ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
+    hint = hint_at_allow(planning, fixed=fixed)
     if hint is not None:
         tables.out.print(f"{hint}\n", highlight=False)
     tables.out.print(ranking.time_line(best), highlight=False)
