@@ -3,9 +3,13 @@
     python benchmarks/cases/leave_one_out.py        # a minute: from the rows of benchmarks/results/published.jsonl
 
 The planner has three factors for each kind of GPU: what matrix products, attention and memory traffic keep of the rates of single
-kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU,
-each source with the same weight. If no other source has rows on it, the factors for GPUs that nobody measured are taken. Then the
-source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU.
+Then the source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+
+The fit is the most likely one (maximum a posteriori). Before any row, a factor is the mean of the planner's factors that were
+not fitted to the source, times or over 1.28 (PRIOR_SPREAD). So two rows of one source do not push it to its bound. The rows of a
+source share what is odd about it. So a source counts with the square root of their number. Rows of GPUs whose power was limited
+are judged, but no factor is fitted to them: they show the limit, and not the kind of GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +33,13 @@ from upshift.planning.cost.uncertainty import STEP_INTERVAL
 ROWS = Path(__file__).parents[1] / "results" / "published.jsonl"
 TERMS = ("matrix products", "attention", "memory traffic")  # in the order of Sustained
 BOUNDS = (0.1, 1.0)  # of each factor
-START = tuple(SUSTAINED_ELSEWHERE)
+FITTED_TO = {  # the sources of the planner's own factors
+    (8, 0): "mosaicml/llm-foundry",
+    (9, 0): "mosaicml/llm-foundry",
+    (10, 0): "MooreThreads/SimuMax",
+}
+PRIOR_SPREAD = 0.25  # standard deviation of a factor's logarithm among kinds of GPU
+ROW_ERROR = 0.1  # the expected size of a row's error: the goal for its median
 NEAR = 0.25  # the goal: nine of ten rows are that close
 
 
@@ -41,11 +51,15 @@ class Row(NamedTuple):
     predicted: float  # tokens/s
     measured: float
     terms: dict[str, float]  # seconds of a step
+    precision: str = "bf16"
+    is_limited: bool = False  # the source says that the GPUs had less power than they are sold with
 
     def ratio(self, factors: Sequence[float]) -> float:
         """Return predicted over measured speed with other factors."""
         known = SUSTAINED.get(self.kind, SUSTAINED_ELSEWHERE)
         scales = {name: old / new for name, old, new in zip(TERMS, known, factors, strict=True)}
+        if self.precision == "fp32":  # its products run without tensor cores, whose factor this is
+            del scales["matrix products"]
         seconds = sum(self.terms.values())
         changed = sum(value * scales.get(name, 1.0) for name, value in self.terms.items())
         return self.predicted * seconds / changed / self.measured
@@ -66,7 +80,8 @@ def read_rows() -> list[Row]:
             json.dumps((published["source"], published["host"], document["plan"], measured)),
             Row(
                 published["source"], gpu.compute_capability or (0, 0), document["predicted"]["tokens_per_second"],
-                measured, document["details"]["terms"],
+                measured, document["details"]["terms"], document["plan"]["precision"],
+                "power limited" in (published.get("host_note") or ""),
             ),
         )  # fmt: skip
     return list(rows.values())
@@ -79,16 +94,25 @@ def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return dict(sorted(groups.items()))
 
 
-def fit(rows: Sequence[Row]) -> Sustained:
-    """Return the factors with the least mean error of the logarithm, each source with the same weight."""
+def unseen_factors(source: str) -> Sustained:
+    """Return the geometric mean of the planner's factors that were not fitted to ``source``."""
+    factors = [SUSTAINED[kind] for kind, seen in FITTED_TO.items() if seen != source]
+    return Sustained(*(statistics.geometric_mean(values) for values in zip(*factors, strict=True)))
+
+
+def fit(rows: Sequence[Row], start: Sustained) -> Sustained:
+    """Return the most likely factors by rows of one kind of GPU. ``start``: the most likely ones without any row."""
     if not rows:
-        return SUSTAINED_ELSEWHERE
+        return start
     groups = list(by_source(rows).values())
 
     def error(factors: Sequence[float]) -> float:
-        return statistics.mean(statistics.mean(abs(math.log(row.ratio(factors))) for row in group) for group in groups)
+        sizes = [statistics.fmean(abs(math.log(row.ratio(factors))) for row in group) for group in groups]
+        by_rows = sum(math.sqrt(len(group)) * size for group, size in zip(groups, sizes, strict=True)) / ROW_ERROR
+        by_prior = sum(math.log(factor / start) ** 2 for factor, start in zip(factors, start, strict=True)) / PRIOR_SPREAD**2 / 2
+        return by_rows + by_prior
 
-    found = minimize(error, START, method="Nelder-Mead", bounds=[BOUNDS] * len(TERMS), options={"xatol": 1e-3, "fatol": 1e-4})
+    found = minimize(error, start, method="Nelder-Mead", bounds=[BOUNDS] * len(TERMS), options={"xatol": 1e-3, "fatol": 1e-4})
     return Sustained(*map(float, found.x))
 
 
@@ -96,9 +120,9 @@ def left_out_ratios(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Return predicted over measured speed of each source's rows, by factors that were fitted without that source."""
     ratios = {}
     for source, own in by_source(rows).items():
-        factors = {
-            kind: fit([row for row in rows if row.kind == kind and row.source != source]) for kind in {row.kind for row in own}
-        }
+        others = [row for row in rows if row.source != source and not row.is_limited]
+        start = unseen_factors(source)
+        factors = {kind: fit([row for row in others if row.kind == kind], start) for kind in {row.kind for row in own}}
         ratios[source] = [row.ratio(factors[row.kind]) for row in own]
     return ratios
 

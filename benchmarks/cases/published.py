@@ -126,7 +126,8 @@ def skipped_table(reasons: dict[str, int]) -> str:
 
 def layout_of(row: dict[str, Any]) -> Layout:
     sharing = row["data_parallel"] * (row["context_parallel"] or 1)
-    in_node = int(row["host"].split("x")[-2]) if row["host"].count("x") and row["host"].split("x")[-2].isdigit() else 1
+    counts = row["host"].partition("@")[0].split("x")
+    in_node = int(counts[-2]) if len(counts) > 1 and counts[-2].isdigit() else 1
     stage = STAGES[row["fully_shard"]] if sharing > 1 else "no"
     size = in_node if row["fully_shard"] == "hybrid" else sharing
     layout = Layout(
@@ -229,7 +230,7 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 tier="formula",
             )
             measured = Numbers(tokens_per_second=speed, peak_gib=memory)
-            named = {key: row[key] for key in ("source", "path", "commit", "quote", "memory_kind", "host")}
+            named = {key: row[key] for key in ("source", "path", "commit", "quote", "memory_kind", "host", "host_note")}
             case.add(
                 row["source"].split("/")[-1], plan=found.plan.model_dump(mode="json"), predicted=predicted,
                 measured=measured, details={"published": named, "terms": found.time.terms},

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import leave_one_out_inference
+
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table
@@ -32,7 +34,7 @@ from upshift.planning.inference.memory import replica_memory
 from upshift.planning.inference.plan import InferenceWorkload, ReplicaShape
 from upshift.planning.inference.planner import PROFILE_LENGTH, Candidate, rank_plans
 from upshift.planning.inference.space import CHUNKS, legal_values
-from upshift.planning.inference.time import build_engine, predict_service
+from upshift.planning.inference.time import StepTime, build_engine, predict_service
 
 CLAIMS = (
     Claim(
@@ -59,6 +61,9 @@ FIGURES = (
     Figure(name="tau", of=Source(row="summary", value="details.tau")),
     Figure(name="pairs", of=Source(row="summary", value="details.pairs")),
     Figure(name="held-out-pairs", of=Source(row="summary", value="details.held_out_pairs")),
+    Figure(name="unseen-rows", of=Source(row="summary", value="details.left_one_out.all.rows")),
+    Figure(name="unseen-median", of=Source(row="summary", value="details.left_one_out.all.median"), scale=100),
+    Figure(name="unseen-near", of=Source(row="summary", value="details.left_one_out.all.near"), scale=100),
 )
 CELLS = ("{rows:.0f}", "{mean:.0%}", "{median:.0%}", "{worst:.0%}", "{bias:+.0%}")
 TABLES = (
@@ -98,6 +103,13 @@ TABLES = (
         cells=CELLS,
     ),
     Table(
+        name="unseen",
+        header=("tokens/s, by source", "rows", "median", "bias", "within 30%"),
+        of="summary",
+        each="details.left_one_out",
+        cells=("{rows:.0f}", "{median:.0%}", "{bias:+.0%}", "{near:.0%}"),
+    ),
+    Table(
         name="models",
         header=("tokens/s, by model", "rows", "mean", "median", "worst", "bias"),
         of="summary",
@@ -128,6 +140,7 @@ class Score(NamedTuple):
     metric: str
     predicted: float
     measured: float
+    seconds: StepTime | None = None  # of tokens/s, by term
 
     @property
     def error(self) -> float:
@@ -193,7 +206,7 @@ def predict(row: dict[str, Any]) -> list[Score] | str:
         best = best_of(row, host, profile)
         if best is None:
             return "predicted not to fit"
-        return [Score(row, "tokens/s", best.tokens_per_second / host.num_devices, measured)]
+        return [Score(row, "tokens/s", best.tokens_per_second / host.num_devices, measured, best.service.step)]
     if row["requests_per_second"] is None:
         return static_batch(row, host, profile, REQUESTS)[:1]
     return at_rate(row, host, profile)
@@ -209,10 +222,10 @@ def static_batch(row: dict[str, Any], host: Host, profile: ModelProfile, batch: 
     prompts = engine.step(float(batch * workload.prompt_length), 0.0, logits=batch)
     token = engine.step(0.0, float(batch))
     assert prompts is not None and token is not None
-    seconds = prompts.total + workload.decode_steps * token.total
+    terms = StepTime(*(first + workload.decode_steps * later for first, later in zip(prompts, token, strict=True)))
     replicas = host.num_devices // row["tensor_parallel"]
-    predicted = batch * workload.output_length / seconds / (host.num_devices / replicas)
-    scores = [Score(row, "tokens/s", predicted, row["tokens_per_second_per_device"])]
+    predicted = batch * workload.output_length / terms.total / (host.num_devices / replicas)
+    scores = [Score(row, "tokens/s", predicted, row["tokens_per_second_per_device"], terms)]
     if row["ttft_ms"] is not None:
         scores.append(Score(row, "TTFT", 1000 * prompts.total, row["ttft_ms"]))
     if row["tpot_ms"] is not None:
@@ -308,6 +321,16 @@ def tables(scores: list[Score]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+def left_one_out(scores: list[Score]) -> dict[str, dict[str, float]]:
+    """Return the figures of each source's speeds, by factors that did not see it."""
+    rows = [
+        leave_one_out_inference.Row(score.row["source"], score.predicted, score.measured, score.seconds)
+        for score in scores
+        if score.seconds is not None
+    ]
+    return leave_one_out_inference.summaries(rows)
+
+
 def worst(scores: list[Score], count: int) -> list[str]:
     lines: list[str] = []
     for metric in METRICS.values():
@@ -342,10 +365,16 @@ def main(arguments: list[str] | None = None) -> int:
     taus = {"tau": tau, "pairs": pairs, "held_out_tau": held_out_tau, "held_out_pairs": held_out_pairs}
     made = tables(scores)
     case = Case("published_inference", options.results, detect(), options.quick, {"rows": len(rows)})
-    case.add("summary", plan={}, measured=None, details={**made, **taus, "left_out": dict(left_out)})
+    unseen = left_one_out(scores)
+    details = {**made, **taus, "left_out": dict(left_out), "left_one_out": unseen}
+    case.add("summary", plan={}, measured=None, details=details)
     for name, groups in made.items():
         cells = [[of, f"{one['rows']}", *(f"{one[key]:+.0%}" for key in SHOWN)] for of, one in groups.items()]
         print(format_table((name, "rows", *SHOWN), cells), end="\n\n")
+    cells = [
+        [of, f"{one['rows']}", f"{one['median']:.0%}", f"{one['bias']:+.0%}", f"{one['near']:.0%}"] for of, one in unseen.items()
+    ]
+    print(format_table(("each source left out", "rows", "median", "bias", "within 30%"), cells), end="\n\n")
     print("\n".join(worst(scores, options.worst)))
     for why, count in sorted(left_out.items(), key=lambda item: -item[1]):
         print(f"left out {count}: {why}")

@@ -44,6 +44,7 @@ def test_a_product_has_the_efficiency_of_the_nearest_size_that_was_measured() ->
     ]  # fmt: skip
     assert [gemm_efficiency("h100-sxm", flops) for flops in (1e8, 1e13)] == [0.49, 0.84]
     assert gemm_efficiency("t4", 1e12) is None
+    assert gemm_efficiency("mi300x", 1e12) == pytest.approx(620 / 1307, abs=0.005)
 
 
 def test_efficiency_is_the_time_of_all_products_together() -> None:

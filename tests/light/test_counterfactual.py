@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_profile import LAYER, LAYERS, OUTSIDE, make_profile
+from made_sizes import Size, decoder
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
@@ -27,12 +28,13 @@ from upshift.planning.analysis.compare_hosts import (
 )
 from upshift.planning.analysis.explain import shadow_price
 from upshift.planning.analysis.max_size import find_largest, largest_multiple, with_layers
-from upshift.planning.analysis.what_if import describe_shortage, explain_choice, shadow_prices
+from upshift.planning.analysis.what_if import describe_shortage, explain_choice, hint_at_allow, shadow_prices
 from upshift.planning.plan import plain_default
-from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.planner import Planning, calibrate_and_filter, find_host, plan_training
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, cost_plan
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
+from upshift.planning.trials.calibration import NO_RECORDS
 from upshift.planning.workload import Workload
 
 BATCH = 4  # sequences of a global batch: few micro-batches to search
@@ -168,6 +170,40 @@ def test_shadow_prices_of_one_device() -> None:
     assert gains and min(gains) >= 0.0
     assert prices["--allow sgd"].plan is not None
     assert prices["--allow sgd"].plan.optim == "sgd"
+
+
+def memory_bound(allow: tuple[str, ...] = ()) -> Planning:
+    """Return the plan of 1.3B on a card of 24 GB, where weights in fp32 with their states leave little."""
+    host, workload = describe("rtx-4090"), Workload(sequence_length=2048, global_batch=32, allow=allow)
+    profile = decoder(Size(2048, 8192, 20, 32, 8, 32000))
+    ranking = search(host, profile, workload, fixed=parse_fixed((), host, profile, workload))
+    candidates = calibrate_and_filter(ranking, host, profile, workload, NO_RECORDS)
+    return Planning(host, profile, workload, candidates, ranking.candidates[0])
+
+
+def test_a_plan_short_of_memory_names_what_would_help() -> None:
+    """The gain is that of the plan with the choice allowed; where it is allowed, or nothing is recomputed, there is no hint."""
+    planning, with_it = memory_bound(), memory_bound(allow=("bf16-weights",))
+    gain = with_it.ranking.candidates[0].tokens_per_second / planning.ranking.candidates[0].tokens_per_second - 1
+    hint = hint_at_allow(planning, fixed=()) or ""
+    assert gain > 0.25 and "--allow bf16-weights" in hint and f"{gain:+.0%}" in hint
+    assert hint_at_allow(with_it, fixed=()) is None
+    assert hint_at_allow(planned(ONE), fixed=()) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "fixed", "words"),
+    [
+        ("4xgh200-96gb", (), "the rate inside nodes is unknown on 4xgh200-96gb; give the path of a Host JSON file"),
+        ("8xh100", ("optim_offload=true",), "rates of its memory and link"),
+    ],
+)
+def test_no_plan_names_what_is_unknown(host: str, fixed: tuple[str, ...], words: str) -> None:
+    """And not that one of the plans needs too much memory, nor that the rate of its precision is unknown."""
+    profile = decoder(Size(4096, 14336, 32, 32, 8))
+    workload = Workload(sequence_length=512, global_batch=64)
+    with pytest.raises(RequestError, match=words):
+        plan_training(SOURCE, describe(host), workload, fixed=fixed, described=True, profiler=lambda *_, **__: profile)
 
 
 def test_a_price_is_what_the_changed_host_gives() -> None:

@@ -33,6 +33,7 @@ from upshift.hardware import (
     memory_efficiency,
     torch_build,
 )
+from upshift.hardware.catalog.apple import APPLE_GPUS
 from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.catalog.interconnect import pcie_link
 from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
@@ -414,6 +415,41 @@ def test_without_a_reference_system_the_network_is_unknown(text: str) -> None:
 def test_a_whole_nodes_network() -> None:
     assert describe("2x8xa100-40gb@efa-p4d").inter_node == Link(name="4x EFA", bytes_per_second=50e9)
     assert describe("2x8xh100@efa-p5").inter_node == Link(name="32x EFA", bytes_per_second=400e9)
+
+
+@pytest.mark.parametrize("text", ["h100x8", "H100:8", "h100 x 8", "8*h100", "h100*8"])
+def test_a_count_may_stand_on_either_side(text: str) -> None:
+    host, usual = describe(text), describe("8xh100")
+    assert (host.gpu, host.gpus_per_node, host.intra_node) == (usual.gpu, 8, usual.intra_node)
+
+
+def test_a_name_that_ends_in_x_is_no_count() -> None:
+    assert describe("mi300x").num_devices == 1
+    assert describe("4x4090").num_devices == 4
+    assert describe("8xmi300x").num_devices == describe("mi300x x 8").num_devices == 8
+
+
+@pytest.mark.parametrize("text", ["8xh100,8xa100-80gb", "4xh100+4xa100-80gb", "h100 and l4"])
+def test_devices_of_several_kinds(text: str) -> None:
+    with pytest.raises(RequestError, match="several kinds of devices.*--compare"):
+        describe(text)
+
+
+@pytest.mark.parametrize("text", ["h100-mig-3g.40gb", "h100 1g.10gb", "NVIDIA A100 80GB PCIe MIG 2g.20gb"])
+def test_a_slice_of_a_device(text: str) -> None:
+    with pytest.raises(RequestError, match="MIG slice.*Host JSON file"):
+        describe(text)
+
+
+def test_every_product_that_a_message_leaves_out_is_listed_by_its_family() -> None:
+    with pytest.raises(RequestError) as problem:
+        describe("nonsense")
+    assert len(str(problem.value)) < 650
+    left_out = [key for key in (*GPUS, *CPUS) if key not in str(problem.value) and key not in APPLE_GPUS]
+    for key in left_out:
+        with pytest.raises(RequestError) as listed:
+            describe(key.partition("-")[0])
+        assert key in str(listed.value)
 
 
 def test_messages_end_in_the_next_step() -> None:

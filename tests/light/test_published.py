@@ -54,7 +54,7 @@ OTHER_DEVICES = {  # not in our own table
     "a5000", "b300", "gb200", "gb300", "gh200", "mi250x", "mi300x", "rtx-6000-ada", "rtx-a6000", "rtx-pro-6000", "tpu-v5e",
     "tpu-v5p", "tpu-v6e",
 }  # fmt: skip
-HOST = re.compile(r"(?:([1-9][0-9]*)x)?(?:([1-9][0-9]*)x)?([a-z][a-z0-9-]*)")  # nodes x devices a node x name
+HOST = re.compile(r"(?:([1-9][0-9]*)x)?(?:([1-9][0-9]*)x)?([a-z][a-z0-9-]*)(?:@[a-z0-9-]+)?")  # nodes x devices x name @ link
 EVERY = pytest.mark.parametrize("name", FILES)
 
 

@@ -252,6 +252,23 @@ def test_rates_of_a_described_gpu_are_what_training_keeps_of_them(
     assert predict_rates(host.changed(gpu=host.gpu.changed(peak=None)), PROFILE, plan) is None
 
 
+def test_fp32_products_keep_the_rate_of_single_kernels() -> None:
+    """They use no tensor cores, whose power lowers the clocks. A product that takes longer waits less for memory and launches."""
+    host = describe("h100")
+    assert host.gpu is not None and host.gpu.peak is not None and host.gpu.peak.fp32 is not None
+    fp32 = predict_rates(host, PROFILE, plan_of(device="cuda", precision="fp32"))
+    bf16 = predict_rates(host, PROFILE, plan_of(device="cuda"))
+    assert fp32 is not None and bf16 is not None
+    peak = host.gpu.peak
+    assert peak.bf16 is not None
+    assert fp32.matrix / peak.fp32 > bf16.matrix / peak.bf16 / 0.74
+    assert fp32.memory == bf16.memory
+    short, long = (plan_of(sequence_length=length) for length in (512, 2048))  # four times the work of a product
+    assert cost_rates.product_efficiency("h100-sxm", PROFILE, short, slower=4.0) == pytest.approx(
+        cost_rates.product_efficiency("h100-sxm", PROFILE, long)
+    )
+
+
 def test_a_probed_gpu_needs_no_datasheet_for_what_was_measured() -> None:
     probed = Measured(
         torch_version="2", transformers_version=None, num_threads=1, cpu=Rates(fp32=1.0), dispatch_seconds=0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -266,14 +267,20 @@ def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, wor
     if (phase := ranking.phase_problem) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:
-        reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
-        raise RequestError(f"no plan for {host.name}: {reason}")
+        raise RequestError(f"no plan for {host.name}: {_commonest_reason(ranking)}")
     nearest = ranking.too_big[0]
     limit = limit_of(nearest, host, workload) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
         f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use {_leaner_options(nearest.plan, workload)}{roomier}"
     )
+
+
+def _commonest_reason(ranking: Ranking) -> str:
+    """Return why most plans cannot run. Too little memory counts only if there is no other reason: other plans need less."""
+    reasons = [entry.reason for entry in ranking.rejected if isinstance(entry, Rejected)]
+    reasons = reasons or [entry.reason for entry in ranking.rejected] or ["no combination of choices is legal"]
+    return Counter(reasons).most_common(1)[0][0]
 
 
 def _leaner_options(plan: Plan, workload: Workload) -> str:

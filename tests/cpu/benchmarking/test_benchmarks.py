@@ -21,6 +21,7 @@ from upshift.benchmarking.claims import find_case
 from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect
+from upshift.planning.inference.time import StepTime
 from upshift.planning.search.simplicity import PAIR_ERROR
 from upshift.record import Record
 
@@ -133,6 +134,33 @@ def test_published_inference(case: Callable[[str], ModuleType], tmp_path: Path, 
     twice = [module.Score({"model": name}, "tokens/s", ours, 1.0) for name, ours in (("a", 1.5), ("a", 0.9), ("b", 2.0))]
     found = module.summaries(module.grouped(twice, lambda score: score.row["model"]))
     assert list(found) == ["b", "a"] and found["a"]["mean"] == pytest.approx(0.3) and found["a"]["bias"] == pytest.approx(0.2)
+
+
+def test_a_source_is_judged_by_factors_that_did_not_see_it(case: Callable[[str], ModuleType]) -> None:
+    """What a source measured changes its own ratios by as much, and the factors of the others; of training as of inference."""
+    module, inference = case("leave_one_out"), case("leave_one_out_inference")
+    terms = {"matrix products": 1.0, "attention": 0.2, "memory traffic": 0.4, "update": 0.1}
+    for make, judge in (
+        (lambda source, measured: module.Row(source, (8, 0), 100.0, measured, terms), module.left_out_ratios),
+        (
+            lambda source, measured: inference.Row(source, 100.0, measured, StepTime(weights=1.0, products=0.5, launches=0.1)),
+            inference.left_out_ratios,
+        ),
+    ):
+        before = judge([make("a", 100.0), make("b", 80.0), make("c", 90.0)])
+        after = judge([make("a", 50.0), make("b", 80.0), make("c", 90.0)])
+        assert after["a"][0] == pytest.approx(2.0 * before["a"][0])
+        assert after["b"][0] < before["b"][0]  # the others are known to be slower now
+    own = module.Row("a", (8, 0), 100.0, 100.0, terms)
+    slow = module.Row("b", (8, 0), 100.0, 20.0, terms)
+    fitted = module.left_out_ratios([own, slow])["a"][0]
+    unfitted = module.left_out_ratios([own, slow._replace(is_limited=True)])["a"][0]
+    assert fitted < unfitted == pytest.approx(own.ratio(module.unseen_factors("a")))
+
+
+def test_quick_plans_agree_where_nothing_fits(case: Callable[[str], ModuleType]) -> None:
+    answer = case("quick_plans").compare("7B on a watch", "nothing fits", "nothing fits here")
+    assert answer["same"] and answer["ratios"] == {}
 
 
 def test_weak_scaling(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

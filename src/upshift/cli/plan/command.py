@@ -49,6 +49,7 @@ from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
+from upshift.planning.analysis.what_if import hint_at_allow
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
@@ -160,7 +161,7 @@ def command(
     if asked.answer_instead(request):
         return
     host = request.host()
-    with tables.bar("Tracing the model on fake tensors") as progress:
+    with tables.bar("Comparing plans" if is_quick else "Tracing the model on fake tensors") as progress:
         planning = request.plan(host, progress)
     answers = asked.answers(request, planning)
     exchange.write_plan(target, planning, model, adapter, data)
@@ -168,7 +169,7 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
-    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS)
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
     answers.print(sample_unit(planning.profile))
     tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
 
@@ -242,7 +243,7 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
-def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> None:
+def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed: tuple[str, ...] = ()) -> None:
     if adapter is not None:
         tables.out.print(adapter, highlight=False)
     host = planning.host
@@ -259,6 +260,9 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> No
     ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)
+    hint = hint_at_allow(planning, fixed=fixed)
+    if hint is not None:
+        tables.out.print(f"{hint}\n", highlight=False)
     tables.out.print(ranking.time_line(best), highlight=False)
     tables.out.print(ranking.memory_table(planning, best))
     tables.out.print(ranking.reasons_table(planning))

@@ -65,6 +65,7 @@ PORTS: dict[str, PortFacts] = {
     "ib-xdr": _port("InfiniBand XDR", 800, INFINIBAND),
     **{f"roce-{rate}": _port(f"RoCE {rate}", rate, f"{ETHERNET}, carrying RoCE v2") for rate in (100, 200, 400)},
     **{f"ethernet-{rate}": _port(f"Ethernet {rate}", rate, ETHERNET) for rate in (10, 25, 100, 200, 400)},
+    "opa-100": _port("Omni-Path 100", 100, "Intel Omni-Path Architecture, 100 series"),
     "efa-p4d": _port("EFA", 100, "AWS EC2 P4d instance page: 400 Gb/s a node", per_node=4),
     "efa-p5": _port("EFA", 100, "AWS EC2 P5 instance page: 3200 Gb/s a node", per_node=32),
 }

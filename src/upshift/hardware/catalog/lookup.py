@@ -30,7 +30,7 @@ from upshift.units import GIB
 GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | vendors.chips() | TPUS | APPLE_GPUS
 # Cards are called by their numbers: 4090 is the desktop's card, and not the laptop's.
 RTX_NUMBERS = {key.removeprefix("rtx-"): key for key in NVIDIA_GPUS if re.match(r"rtx-[0-9]{4}", key)}
-ALIASES = {"h100": "h100-sxm"} | RTX_NUMBERS
+ALIASES = {"h100": "h100-sxm", "dgx-spark": "gb10"} | RTX_NUMBERS
 # NVIDIA sold cards of this name as Quadro RTX, and sells others as RTX PRO.
 WORKSTATION_FAMILIES = {
     key.removesuffix("-ada"): tuple(other for other in NVIDIA_GPUS if key.removesuffix("-ada")[3:] in other)
@@ -58,6 +58,9 @@ MEMORY_ORIGIN: dict[Backend, str] = {
     "xla": "what XLA leaves to a program",
     "mps": "unified memory, shared with the CPU",
 }
+LISTED_BY_FAMILY = ("rtx", "epyc", "xeon", "graviton")  # families of many products: their own names list them
+SLICE = re.compile(r"\bmig\b|[0-9]g[.][0-9]+gb")  # NVIDIA's names of a part of a GPU
+COUNT_LAST = re.compile(r"([a-z][^@]*) ?[x×*:] ?([0-9]{1,6})(@.+)?")
 MAX_SHOWN = 60  # characters of the user's text in a message
 MAX_NAME_LENGTH = 60  # longer texts name no product
 MEMORY_TOLERANCE = 0.1  # as a share of the memory that the driver reports: a 48 GB card reports 45.0 GiB
@@ -108,7 +111,9 @@ def describe(text: str) -> Host:
             raise
         except ValueError:  # a NUL or a lone surrogate is no path
             raise RequestError(f"{stripped[:MAX_SHOWN]!r} is not a path; give the path of a Host JSON file") from None
-    request = _parse(stripped.lower())
+    name = stripped.lower()
+    _check_one_kind(name)
+    request = _parse(_with_count_first(name))
     rack = re.fullmatch(r"([a-z0-9]+?)[-_ ]?nvl[-_ ]?72", request.product)
     if rack is not None:
         return _gpu_host(_whole_rack(request, rack[1]), NVIDIA_GPUS[rack[1]])
@@ -146,8 +151,28 @@ def _facts_or_none(name: str) -> GpuFacts | CpuFacts | None:
         return None
 
 
+def _check_one_kind(name: str) -> None:
+    """Raise RequestError for a host of several kinds of devices, and for a part of a device."""
+    kinds = [part for part in re.split(r"[,+;]| and ", name) if part.strip()]
+    if len(kinds) > 1:
+        compared = ",".join(part.strip() for part in kinds)[:MAX_SHOWN]
+        problem = f"host {name[:MAX_SHOWN]!r} has several kinds of devices, and a plan is for equal ones"
+        raise RequestError(f"{problem}; describe one kind, such as {kinds[0].strip()[:MAX_SHOWN]}, or use --compare {compared}")
+    if SLICE.search(name):
+        problem = f"host {name[:MAX_SHOWN]!r} names a MIG slice of a GPU, whose rates nobody listed"
+        raise RequestError(f"{problem}; name the whole GPU, such as h100, or the path of a Host JSON file with the slice's rates")
+
+
+def _with_count_first(name: str) -> str:
+    """Return h100x8, h100:8 and h100*8 as 8xh100. A name that is a product's as it stands is left alone."""
+    match = COUNT_LAST.fullmatch(name)
+    if match is None or _facts_or_none(name) is not None or _facts_or_none(match[1]) is None:
+        return name
+    return f"{match[2]}x{match[1]}{match[3] or ''}"
+
+
 def _parse(name: str) -> _Request:
-    count = r"(?:([0-9]{1,6}) ?[x×] ?)?"
+    count = r"(?:([0-9]{1,6}) ?[x×*] ?)?"
     match = re.fullmatch(rf"{count}{count}([a-z0-9][^@]*)(?:@([^@]+))?", name)
     if match is None:
         raise RequestError(f"host {name[:MAX_SHOWN]!r} is not understood; write {FORMS}")
@@ -275,10 +300,11 @@ def _find_key(name: str) -> str:
     names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
     hint = f"close are {', '.join(similar)}; " if similar else ""
-    listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS))
-    mac = f"a Mac's chip ({', '.join(APPLE_CHOICES)}) with its memory, such as m2-max-64gb"
+    listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS and not key.startswith(LISTED_BY_FAMILY)))
+    other_names = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
+    mac = "a Mac's chip with its memory, such as m2-max-64gb"
     problem = f"unknown product {name[:MAX_SHOWN]!r}"
-    raise RequestError(f"{problem}; {hint}use one of {listed}, {mac}, or the path of a Host JSON file")
+    raise RequestError(f"{problem}; {hint}use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file")
 
 
 def _describe_choices(name: str, keys: Iterable[str]) -> str:

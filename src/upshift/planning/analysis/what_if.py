@@ -6,6 +6,7 @@ Every answer comes from a new search with one change. There are no derivatives a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import log1p
 from typing import Any, Literal, get_args
 
 from pydantic import Field
@@ -21,7 +22,7 @@ from upshift.planning.planner import Planning, calibrate_and_filter
 from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import complexity, is_as_good
+from upshift.planning.search.simplicity import PAIR_ERROR, complexity, is_as_good
 from upshift.planning.search.space import ONLY_WHEN_ASKED, parse_fixed, parse_value, settable_fields, split_assignment
 from upshift.planning.search.variants import is_traced, variants_for
 from upshift.planning.workload import Workload
@@ -36,6 +37,9 @@ SAME_SPEED = 0.0005  # of tokens/s: a smaller difference is not printed
 MIN_SHOWN_SHARE = 0.005  # of the best plan's step: smaller differences are left out
 MAX_NAMED = 4  # terms, parts or choices that one line names
 FASTER_LINK = 2.0
+HINTED = ("bf16-weights", "8bit-optimizer")  # the choices that change the mathematics least, for the memory that they save
+LEAST_HINT = PAIR_ERROR  # logarithm of a gain: the prediction cannot tell smaller ones from none
+MAX_HINTED_DEVICES = 8  # one more search on more devices takes seconds
 
 
 class Counterfactual(Value):
@@ -244,6 +248,24 @@ def _other_differences(best: Plan, candidate: Plan, choice: str) -> list[str]:
     """Return the choices besides ``choice`` in which the candidate differs from the best plan."""
     names = [name for name in settable_fields() if name != choice]
     return [f"{name}={value_of(candidate, name)}" for name in names if value_of(candidate, name) != value_of(best, name)]
+
+
+def hint_at_allow(planning: Planning, *, fixed: tuple[str, ...]) -> str | None:
+    """Return a sentence on the choice of ``--allow`` that would speed up a plan that is short of memory; None: no such choice."""
+    best = planning.ranking.candidates[0].plan
+    offloads = best.optim_offload or best.activation_offload or best.weight_offload != "none"
+    if planning.host.num_devices > MAX_HINTED_DEVICES or not (best.activation_checkpointing or offloads):
+        return None
+    names = [name for name in HINTED if name not in planning.workload.allow]
+    prices = [price for name in names if (price := _price_of_change(planning, name, fixed)) is not None]
+    known = [price for price in prices if price.plan is not None and price.gain is not None]
+    fastest = max(known, key=lambda price: price.gain or 0.0, default=None)
+    if fastest is not None and log1p(fastest.gain or 0.0) > LEAST_HINT:
+        gain = f"{fastest.change}, which changes the mathematics, would give {fastest.gain:+.0%} tokens/s"
+        return f"Memory is short: {gain} ({fastest.why})"
+    asked = [f"--why precision={name}" for name in names if name in get_args(Precision)]
+    unknown = any(price.gain is None for price in prices)
+    return f"Memory is short: {asked[0]} shows what other weights would bring" if unknown and asked else None
 
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:

@@ -358,6 +358,13 @@ class UnknownLink(Exception):
     """The host does not say how fast a link is that the layout needs."""
 
 
+def link_advice(host: Host) -> str:
+    """Return how to state the link of a described host that is unknown."""
+    if host.num_nodes > 1 and host.inter_node is None:
+        return "name the host with its link, as HOST@LINK, such as @ib-ndr"
+    return "give the path of a Host JSON file with its intra_node"
+
+
 def rank_groups(host: Host, plan: Plan) -> RankGroups:
     """Return the groups of a plan's ranks."""
     layout = plan.layout

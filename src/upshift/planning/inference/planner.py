@@ -21,6 +21,7 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
+from upshift.planning.cost.communication import link_advice
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
@@ -145,7 +146,7 @@ def _add_plan(
         return
     service = predict_service(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
     if service is None:
-        reason = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
+        reason = f"the link between its devices is unknown; {link_advice(engine.host)}"
         ranking.rejected.append(Rejected(plan, reason))
         return
     candidate = Candidate(plan, memory, service, occupied_share(workload, plan.replicas, plan.max_concurrency))

@@ -21,7 +21,7 @@ from math import ceil, log
 from typing import Literal, NamedTuple
 
 from upshift.hardware import memory_efficiency
-from upshift.hardware.catalog.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY
+from upshift.hardware.catalog.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY, LARGE_GEMM_EFFICIENCY
 from upshift.hardware.spec import Host, Rates
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.models.profile import ModelProfile
@@ -121,7 +121,7 @@ def _gpu_rates(
     rates = gpu.peak
     memory_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
     if measured is None:
-        shares = shares or (DEFAULT_GEMM_EFFICIENCY,) * len(GEMM_CLASSES)
+        shares = shares or (LARGE_GEMM_EFFICIENCY.get(key, DEFAULT_GEMM_EFFICIENCY),) * len(GEMM_CLASSES)
     else:
         best_share = max(shares, default=DEFAULT_GEMM_EFFICIENCY)
         rates, memory_share = _measured_or_listed(measured, gpu.peak, best_share, memory_share)

@@ -8,7 +8,7 @@ from functools import partial
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
-from upshift.planning.cost.communication import UnknownLink
+from upshift.planning.cost.communication import UnknownLink, link_advice
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.memory import (
     Peak,
@@ -27,6 +27,7 @@ from upshift.planning.cost.process_memory import (
     predict_reserved,
     predict_resident,
 )
+from upshift.planning.cost.rates import predict_rates
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread
@@ -250,11 +251,18 @@ class Coster:
         try:
             time = predict_time(self.profile, estimate.trace, plan, self.workload, self.host, memo=self._memo)
         except UnknownLink as problem:
-            return Rejected(plan, f"{problem} of {self.host.name}; name the host with its link, as HOST@LINK, such as @ib-ndr")
+            return Rejected(plan, f"{problem} on {self.host.name}; {link_advice(self.host)}")
         if time is None:
-            return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
+            return Rejected(plan, self._unknown_rate(plan))
         amortised = time.total + time.one_time / self.workload.total_steps
         return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised)
+
+    def _unknown_rate(self, plan: Plan) -> str:
+        if plan.optim_offload and predict_rates(self.host, self.profile, plan) is not None:
+            return (
+                "an update on the host needs the rates of its memory and link, which were not measured; use optim_offload=false"
+            )
+        return f"this host's rate in {plan.precision} is unknown"
 
     def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
         if not has_earlier_gradients(plan):

@@ -1,20 +1,25 @@
 """Compare quick plans with plans from a trace on thirty questions: the choice, the time and the memory.
 
-    python benchmarks/estimation/compare.py        # ten minutes, most of it for traces, which are kept in the cache
+    python benchmarks/cases/quick_plans.py        # ten minutes, most of it for traces, which are kept in the cache
 
-Prints a line for each question, then how many choices are equal, and the ratios of the numbers of the traced plan's choice.
+For each question: is the choice the same, and what are the quick numbers of the traced plan's choice over the traced ones?
+Nothing is measured. ``--quick`` asks about the smallest model on one device.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.errors import NothingFits
-from upshift.hardware import describe
+from upshift.hardware import describe, detect
 from upshift.models.estimation.estimate import estimate_profile
 from upshift.models.source import AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import profile_model
@@ -22,6 +27,33 @@ from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.workload import Workload
 
+CLAIMS = (
+    Claim(
+        name="equal",
+        text="a quick plan makes the choice of the traced one",
+        ours="a quick plan",
+        baseline="a plan from a trace",
+        unit="of the questions",
+        goal=0.9,
+        of=Source(row="summary", value="details.equal_share"),
+    ),
+)
+FIGURES = (
+    Figure(name="same", of=Source(row="summary", value="details.equal")),
+    Figure(name="questions", of=Source(row="summary", value="details.questions")),
+)
+TABLES = (
+    Table(
+        name="ratios",
+        header=("number", "lowest", "median", "highest"),
+        of="summary",
+        each="details.ratios",
+        cells=("{lowest:.2f}", "{median:.2f}", "{highest:.2f}"),
+    ),
+)
+SUITE = "--quick"
+ROOT = Path(__file__).parents[1]
+NUMBERS = ("time of a step", "allocated memory", "held memory")
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
@@ -67,40 +99,50 @@ def quick_profile(source: ModelSource, *, sequence_length: int, **others: Any) -
     return estimate_profile(source, sequence_length=sequence_length, shapes={})
 
 
-def compare(name: str, traced: Planning | str, quick: Planning | str, rows: list[tuple[bool, float, float, float]]) -> None:
-    """Print a question's line, and add (same choice, and the quick over the traced time, allocated and held memory)."""
+def compare(name: str, traced: Planning | str, quick: Planning | str) -> dict[str, Any]:
+    """Return whether the choices are equal, both of them, and the quick over the traced numbers; {}: nothing fits."""
     if isinstance(traced, str) or isinstance(quick, str):
-        agree = isinstance(traced, str) and isinstance(quick, str)
-        print(f"{name}: {'nothing fits, both' if agree else f'DIFFERENT: {traced} | {quick}'}"[:200])
-        rows.append((agree, 1.0, 1.0, 1.0))
-        return
+        same = isinstance(traced, str) and isinstance(quick, str)
+        choices = [answer if isinstance(answer, str) else answer.best.label() for answer in (traced, quick)]
+        return {"question": name, "same": same, "traced": choices[0], "quick": choices[1], "ratios": {}}
     best, other = traced.ranking.candidates[0], quick.ranking.candidates[0]
-    same = best.plan.label() == other.plan.label()
     again = cost_plan(best.plan, host=quick.host, profile=quick.profile, workload=quick.workload)
     assert isinstance(again, Candidate), again
-    ratios = (again.time.total / best.time.total, again.memory.peak / best.memory.peak, again.resident / best.resident)
-    rows.append((same, *ratios))
-    choice = best.plan.label() if same else f"{best.plan.label()} | QUICK {other.plan.label()}"
-    if not same:  # what the quick choice would cost by the trace
-        quick_by_trace = cost_plan(other.plan, host=traced.host, profile=traced.profile, workload=traced.workload)
-        if isinstance(quick_by_trace, Candidate):
-            choice += f" ({quick_by_trace.tokens_per_second / best.tokens_per_second - 1:+.1%})"
-    print(f"{name}: {' '.join(f'{ratio:.3f}' for ratio in ratios)} {choice}", flush=True)
+    pairs = ((again.time.total, best.time.total), (again.memory.peak, best.memory.peak), (again.resident, best.resident))
+    ratios = {number: ours / theirs for number, (ours, theirs) in zip(NUMBERS, pairs, strict=True)}
+    labels = best.plan.label(), other.plan.label()
+    answer = {"question": name, "same": labels[0] == labels[1], "traced": labels[0], "quick": labels[1], "ratios": ratios}
+    by_trace = cost_plan(other.plan, host=traced.host, profile=traced.profile, workload=traced.workload)
+    if labels[0] != labels[1] and isinstance(by_trace, Candidate):
+        answer["quick_choice_by_trace"] = by_trace.tokens_per_second / best.tokens_per_second
+    return answer
 
 
-def main() -> None:
-    rows: list[tuple[bool, float, float, float]] = []
-    for model, adapter, hosts in QUESTIONS:
+def main(arguments: list[str] | None = None) -> int:
+    options = command_line(__doc__ or "", results=ROOT / "results").parse_args(arguments)
+    case = Case("quick_plans", options.results, detect(), options.quick, {"sequence_length": LENGTH})
+    answers = []
+    for model, adapter, hosts in QUESTIONS[:1] if options.quick else QUESTIONS:
         with tempfile.TemporaryDirectory() as folder:
             source = source_of(model, adapter, Path(folder))
-            for host in hosts:
+            for host in hosts[:1] if options.quick else hosts:
                 plans = partial(planned, source, host)
-                compare(f"{model} {adapter} on {host}", plans(profile_model), plans(quick_profile), rows)
-    print(f"{len(rows)} questions, {sum(row[0] for row in rows)} equal choices")
-    for index, what in enumerate(("time", "allocated", "held"), start=1):
-        ratios = sorted(float(row[index]) for row in rows)
-        print(f"{what}: quick over traced {ratios[0]:.3f} to {ratios[-1]:.3f}, median {ratios[len(ratios) // 2]:.3f}")
+                answer = compare(f"{model} {adapter} on {host}", plans(profile_model), plans(quick_profile))
+                case.add("question", plan={}, measured=None, details=answer)
+                answers.append(answer)
+                print(json.dumps(answer), flush=True)
+    values = {number: [answer["ratios"][number] for answer in answers if answer["ratios"]] for number in NUMBERS}
+    ratios = {
+        number: {"lowest": min(found), "median": statistics.median(found), "highest": max(found)}
+        for number, found in values.items()
+        if found
+    }
+    equal = sum(answer["same"] for answer in answers)
+    summary = {"questions": len(answers), "equal": equal, "equal_share": equal / len(answers), "ratios": ratios}
+    case.add("summary", plan={}, measured=None, details=summary)
+    print(json.dumps({"case": "quick_plans", **summary}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
