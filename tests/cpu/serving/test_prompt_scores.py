@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,9 @@ from test_serving_parts import Clock, following, made, ticket
 from test_tool_calls import TEMPLATES, TOOLS, USER, Working, folder, make_tokenizer  # noqa: F401
 from transformers import AutoModelForCausalLM
 
+from upshift.errors import RequestError
+from upshift.inference.generation import grammar
+from upshift.inference.generation.grammar import Grammars
 from upshift.serving.messages import Detokenize
 
 PROMPT = "the quick brown fox"
@@ -193,3 +197,26 @@ def test_token_ids_of_prompt_and_answer(path: str, stream: bool, folder: Any) ->
     assert [len(of_choice) for of_choice in ids.values()] == [9, 9] and ids[0] != ids[1]
     assert prompts == ([chat] if is_chat else [tokenizer(PROMPT).input_ids] * 2)
     assert "token_ids" not in asked(folder, path, **fields, stream=stream).text
+
+
+def test_a_form_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts of one form do not know of each other, and the forms that came last are kept."""
+    monkeypatch.setattr(grammar, "CACHED_GRAMMARS", 2)
+    tokenizer = make_tokenizer("")
+    grammars = Grammars(tokenizer, 320, [tokenizer.eos_token_id])
+    read: list[str] = []
+    make_matcher = llguidance.LLMatcher
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: read.append(args[1]) or make_matcher(*args, **more))
+    for name in ("grammar_from_regex", "grammar_from_json_schema"):
+        monkeypatch.setattr(llguidance.LLMatcher, name, getattr(make_matcher, name), raising=False)
+    first, second = grammars.from_regex("ab"), grammars.from_regex("ab")
+    assert not first.accept(tokenizer.convert_tokens_to_ids("a"))
+    assert [np.isfinite(one.mask(np.zeros(320))).nonzero()[0].tolist() for one in (first, second)] == [
+        [tokenizer.convert_tokens_to_ids("b")], [tokenizer.convert_tokens_to_ids("a")]
+    ]  # fmt: skip
+    for regex in ("ab", "cd", "ef", "cd", "ab"):
+        grammars.from_regex(regex)
+    assert len(read) == 4, "ab, cd and ef, and ab again, for which there was no place"
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the regular expression is not possible"):
+            grammars.from_regex("(a")

@@ -153,13 +153,13 @@ def test_an_answer_can_be_sent_back() -> None:
     assert contents == [["x", "yes", "y"], ["x", "yes", "y", ""]]
 
 
-def test_a_picture_is_refused_by_name() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]}
+def test_a_sound_is_refused_by_name() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, sound]}]}
     answer = called("POST", "/v1/chat/completions", json=body)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "messages.0.content.1.type"
-    assert error["message"].startswith("messages.0.content.1.type is a picture, and the models here read texts only")
+    assert answer.status_code == 400 and error["param"] == "messages.0.content.1"
+    assert error["message"].startswith("messages.0.content.1 is a sound, and models here read texts and pictures only")
 
 
 def test_addresses_that_clients_look_at() -> None:

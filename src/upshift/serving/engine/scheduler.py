@@ -18,6 +18,7 @@ import numpy as np
 
 from upshift.inference.generation.batching import choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import Decoder, Prefix
+from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.messages import CONTEXT_CODE, Refused
@@ -57,6 +58,11 @@ class Ticket:
     def reserved_tokens(self) -> int:
         """Return the number of cache tokens that are reserved for the request."""
         return len(self.sequence.prompt) + self.sequence.options.new_tokens
+
+    @property
+    def has_inputs(self) -> bool:
+        """Return whether the prompt has other inputs than its tokens, so that it is computed in a pass of its own."""
+        return isinstance(self.sequence.prompt, MediaPrompt)
 
     @property
     def uncached_tokens(self) -> int:
@@ -287,11 +293,11 @@ class Scheduler(RequestQueue[Decoder]):
             ticket.cached_tokens = _length(prefix)
             reserved_tokens += ticket.reserved_tokens
             fits_cache = self.cache_tokens is None or reserved_tokens <= self.cache_tokens
-            fits_pass = token_budget > 0
-            if not mixes:
-                fits_pass = not admitted or (
-                    token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
-                )
+            fits_pass = token_budget > 0 or not (mixes or admitted)
+            if not mixes and admitted:
+                is_alone = ticket.has_inputs or admitted[0].ticket.has_inputs
+                is_beside = token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
+                fits_pass = is_beside and not is_alone
             if not (fits_cache and fits_pass):
                 break
             token_budget -= ticket.uncached_tokens
