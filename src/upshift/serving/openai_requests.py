@@ -5,6 +5,7 @@ A field that is not defined here is an error that names the field."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
@@ -75,9 +76,11 @@ MAX_INPUTS = 2048  # texts of a request for embeddings
 MAX_LIKELIEST = 20  # tokens that are reported at one position
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 64
+MAX_SHOWN_KEYS = 8  # of a wrong logit_bias
 MAX_STOPS = 16  # texts; OpenAI takes 4, and Anthropic more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MAX_TOOLS = 128
+ONLY_DEFAULT = "not OpenAI's; taken with this value only"
 MAX_FORM_CHARACTERS = 2**16
 MAX_CHOICE_TEXTS = 1024
 Form = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FORM_CHARACTERS)]
@@ -130,7 +133,7 @@ class SamplingRequest(RequestBody):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, json_schema_extra=TEMPERATURE_SCHEMA)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
+    top_k: int | None = Field(None, ge=-1, description="not OpenAI's; transformers' name; 0, or -1 as in vLLM, limits nothing")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
     repetition_penalty: float | None = Field(None, ge=MIN_DIVISOR, description="likewise")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -138,7 +141,7 @@ class SamplingRequest(RequestBody):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = Field(
         None, description="by token ids of the model", json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}}
     )
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
@@ -150,6 +153,16 @@ class SamplingRequest(RequestBody):
     )
     return_token_ids: bool = Field(False, description="not OpenAI's; the answer has the token ids of the prompt and of the text")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST, description="not OpenAI's; likeliest tokens of the prompt")
+    return_tokens_as_token_ids: bool = Field(False, description="not OpenAI's; log-probabilities name tokens as token_id:N")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="not OpenAI's; a longer prompt is cut to so many tokens; -1: to those that leave room for one more",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="not OpenAI's; the side at which a prompt is cut; without it, that of the tokenizer"
+    )
+    include_stop_str_in_output: bool = Field(False, description="not OpenAI's; the text ends with the stop string that ended it")
     structured_outputs: StructuredOutputs | None = Field(None, description="not OpenAI's; the form of the answer")
     guided_json: dict[str, Any] | str | None = Field(None, description="the older name of structured_outputs.json")
     guided_regex: Form | None = Field(None, description="likewise")
@@ -160,6 +173,24 @@ class SamplingRequest(RequestBody):
     service_tier: str | None = Field(None, description=NOT_KEPT)
     prompt_cache_key: str | None = Field(None, description=NOT_KEPT)
     safety_identifier: str | None = Field(None, description=NOT_KEPT)
+    prompt_cache_retention: str | None = Field(None, description=NOT_KEPT)
+    request_id: str | None = Field(None, description=NOT_KEPT)
+    session_id: str | None = Field(None, description=NOT_KEPT)
+    # Fields of vLLM's that clients send with the value that changes nothing. Others are errors.
+    use_beam_search: Literal[False] = Field(False, description=ONLY_DEFAULT)
+    length_penalty: float = Field(1.0, ge=1, le=1, description=ONLY_DEFAULT)
+    skip_special_tokens: Literal[True] = Field(True, description=ONLY_DEFAULT)
+    spaces_between_special_tokens: Literal[True] = Field(True, description=ONLY_DEFAULT)
+    priority: Literal[0] = Field(0, description=ONLY_DEFAULT)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_token_keys(cls, biases: Any) -> Any:
+        wrong_keys = [key for key in biases if not re.fullmatch(TOKEN_KEY, key)] if isinstance(biases, dict) else []
+        if wrong_keys:
+            shown = ", ".join(wrong_keys[:MAX_SHOWN_KEYS])
+            raise PydanticCustomError("no_tokens", "{keys} in logit_bias are no token ids; give whole numbers", {"keys": shown})
+        return biases
 
     @field_validator("temperature")
     @classmethod
@@ -179,6 +210,8 @@ class SamplingRequest(RequestBody):
             raise RequestError("stream_options is for streams; set stream to true, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible in a stream; leave out one of them")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise RequestError("truncation_side is for truncate_prompt_tokens; give both, or neither")
 
     @property
     def _forms(self) -> dict[str, Any]:
@@ -236,12 +269,17 @@ class SamplingRequest(RequestBody):
             top=self.top_count,
             prompt_top=self.prompt_top,
             with_token_ids=self.return_token_ids,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            shows_stop_string=self.include_stop_str_in_output,
         )
 
     def _options(self, seed: int) -> dict[str, Any]:
         """Return the GenerationOptions of the request, by name."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
         options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.top_k == -1:
+            options["top_k"] = 0
         if self.temperature == 0:
             options |= {"do_sample": False, "temperature": None}
         elif self.temperature is not None or self.top_p is not None:
@@ -268,6 +306,7 @@ class ChatRequest(SamplingRequest):
         "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    modalities: list[Literal["text"]] = Field(["text"], description="answers are texts")
     reasoning_effort: Effort | None = Field(None, description="for the chat template")
     enable_thinking: bool | None = Field(None, description="not OpenAI's; for the chat template: whether the model reasons")
     chat_template_kwargs: dict[str, Any] = Field({}, description="not OpenAI's; variables of the chat template")

@@ -174,6 +174,36 @@ def test_addresses_that_clients_look_at() -> None:
     assert called("GET", "/v1/models/m", limits=Limits(keys=("k",))).status_code == 401
 
 
+def test_addresses_of_other_servers() -> None:
+    """SageMaker's and vLLM's: the fields of a body say for which address it is."""
+    for body, kind in ((CHAT, "chat.completion"), (COMPLETION, "text_completion")):
+        assert called("POST", "/invocations", json=body).json()["object"] == kind
+    assert "answers at" in called("POST", "/invocations", json={"model": "m", "input": "x"}).text
+    assert "give one of messages, prompt" in called("POST", "/invocations", json={"model": "m"}).json()["error"]["message"]
+    wrong = called("POST", "/invocations", json=CHAT | {"n": 0})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+    assert called("GET", "/load").json() == {"server_load": 0}
+    assert called("GET", "/ping", limits=Limits(keys=("k",))).status_code == 200
+
+
+def test_what_other_servers_put_into_messages() -> None:
+    """Fields that litellm, OpenRouter and clients of Anthropic's send with a history change nothing."""
+    engine = Recording()
+    more = {
+        "id": "m1", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}, "thinking_blocks": [{}],
+        "reasoning_details": [{}],
+    }  # fmt: skip
+    text = {"type": "text", "text": "y", "cache_control": {"type": "ephemeral"}}
+    said = [{"role": "assistant", "content": "no"}, {"role": "user", "content": "y"}]
+    sent = [{"role": "assistant", "content": None, "refusal": "no", **more}, {"role": "user", "content": [text], **more}]
+    parts = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"role": "user", "content": "y"}]
+    for messages in (said, sent, parts):
+        body = CHAT | {"messages": [*CHAT["messages"], *messages], "modalities": ["text"]}
+        assert posted(app_of(engine)[0], body, path="/v1/chat/completions")[0].status_code == 200
+    first, *others = [request.prompt for request in engine.requests]
+    assert others == [first] * 2
+
+
 def test_every_answer_has_a_request_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "upshift.serving")
     first = called("POST", "/v1/completions", json=COMPLETION, headers={"X-Request-Id": "abc-1"})

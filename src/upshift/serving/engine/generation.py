@@ -44,13 +44,14 @@ from upshift.serving.engine.reasoning import (
 )
 from upshift.serving.engine.scheduler import RequestQueue, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
-from upshift.serving.engine.tokenization import check_token_ids, token_replies
+from upshift.serving.engine.tokenization import check_token_ids, cut_prompt, token_replies
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, schemas_of_tools
 from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
+    DescribeTokenizer,
     Detokenize,
     Done,
     Embed,
@@ -157,9 +158,7 @@ class GenerationWorker:
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._trimmed_bytes = 0  # that were resident after the heap was trimmed
-        stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
-        self._decode_text = stream_prompts.decode
-        self._stream_tokenizer = stream_prompts.tokenizer
+        self._stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
         self._tools = ToolTemplate(self.generator.prompts.tokenizer, self.generator.prompts.media)
         self._pictures = PictureReader(self.generator, self._tools)
         self._processed = ProcessedPrompts()
@@ -277,7 +276,7 @@ class GenerationWorker:
         if isinstance(message, LoadAdapter | UnloadAdapter):
             return [self._change_adapters(message)]
         assert not isinstance(message, Embed), "the server sends them to encoders"
-        if isinstance(message, Tokenize | Detokenize):
+        if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
         refused = self.take(message)
         return [] if refused is None else [refused]
@@ -319,8 +318,8 @@ class GenerationWorker:
             reasoning = self._open_reasoning(message, sequence.prompt)
             markers = "" if calls is None else self._tools.markers
             markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
-            decode = self._tools.decoder(self._stream_tokenizer, markers) if markers else self._decode_text
-            stream = TextStream(decode, sequence.options.stop_strings)
+            decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
+            stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
             unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
             token_bytes = self._grammars.token_bytes
             self._open_requests[message.id] = OpenRequest(
@@ -441,7 +440,7 @@ class GenerationWorker:
         """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
         generator = self.generator
         self._pictures.check(request)
-        ids = self._read_prompt(request)
+        ids = cut_prompt(request, self._read_prompt(request), self.generator.longest, generator.prompts.tokenizer)
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
         if request.options.get("max_new_tokens") is None:
@@ -529,10 +528,12 @@ class GenerationWorker:
 
     def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:
         """Return the options with the tokens that end the text of this request. Raise RequestError if they are not possible."""
-        last = self.generator.vocabulary - 1
+        count = self.generator.vocabulary
         largest = max(request.stop_token_ids, default=0)
-        if largest > last:
-            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {last:,}")
+        if largest >= count:
+            raise RequestError(
+                f"stop_token_ids has {largest}, which is none of the model's {count:,} tokens; give some below that"
+            )
         if request.options.get("min_new_tokens") and options.min_new_tokens > options.new_tokens:
             raise RequestError(
                 f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "
