@@ -103,7 +103,8 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": error_type, "message": cut_error(message)}}
 
 
-UNION_NAME = re.compile(r"(list|tuple|union|tagged-union|function-\w+|constrained-\w+)\[")  # pydantic's, in the path of a field
+# pydantic's names, in the path of a field
+UNION_NAME = re.compile(r"(list|tuple|union|tagged-union|function-\w+|constrained-\w+)\[|constrained-\w+$")
 OTHER_PARTS = {  # types of the parts of a message that are no text, in OpenAI's words and in Anthropic's
     "video_url": "a video",
     "input_audio": "a sound",

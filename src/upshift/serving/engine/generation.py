@@ -531,9 +531,7 @@ class GenerationWorker:
         count = self.generator.vocabulary
         largest = max(request.stop_token_ids, default=0)
         if largest >= count:
-            raise RequestError(
-                f"stop_token_ids has {largest}, which is none of the model's {count:,} tokens; give some below that"
-            )
+            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {count - 1:,}")
         if request.options.get("min_new_tokens") and options.min_new_tokens > options.new_tokens:
             raise RequestError(
                 f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "

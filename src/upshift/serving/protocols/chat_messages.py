@@ -91,6 +91,11 @@ class PicturePart(Body):
     image_url: PictureAddress
     cache_control: dict[str, Any] | None = Field(None, description=NOT_KEPT)
 
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _read_address(cls, address: Any) -> Any:
+        return {"url": address} if isinstance(address, str) else address  # a short form of vLLM's
+
     @property
     def data(self) -> str:
         """Return the file in base64."""
