@@ -46,7 +46,7 @@ FIGURES = (
     Figure(name="pass", of=Source(row="all", value="details.passed")),
     Figure(name="fail", of=Source(row="all", value="details.failed")),
 )
-SUITE = ""
+SUITE = "--only completion"
 ROOT = Path(__file__).parents[1]
 CASE_FILES = ("serving_protocol_cases.py", "serving_protocol_chats.py")
 NAMED = "the server rejects and names what it does not know"
