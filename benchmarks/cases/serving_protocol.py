@@ -2,9 +2,9 @@
 
     python benchmarks/cases/serving_protocol.py [--quick] [--only NAME]
 
-The cases are in serving_protocol_cases.py and serving_protocol_chats.py. A server with a tiny Llama and a chat template in Hermes'
-form answers them. The row has each case, whether it passed, and the reason if it did not. A case that fails without a reason in
-REASONS ends the run with exit code 1.
+The cases are in serving_protocol_cases.py and serving_protocol_chats.py. A server with a tiny Llama answers them. Its chat
+template writes calls as Hermes' does. The row has each case, whether it passed, and the reason if it did not. A case that
+fails without a reason in REASONS ends the run with exit code 1.
 """
 
 from __future__ import annotations
