@@ -66,7 +66,7 @@ class Completion(NamedTuple):
 
 
 class PromptKind(NamedTuple):
-    """How prompts of one kind are computed: those of text alone, or those with images. None: no call has had such prompts."""
+    """The engine for prompts of one kind: of text alone, or with images. None: no call has had such prompts."""
 
     task: Task
     race: Race | None = None
