@@ -553,7 +553,7 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
     app.get("/tokenizer_info", **errors)(server.tokenizer_info)
-    app.post("/invocations", **errors)(server.invoke)
+    app.post("/invocations", include_in_schema=False)(server.invoke)  # its bodies are those of other addresses
     app.get("/load")(server.load)
     app.get("/ping")(server.ping)
     add_batch_addresses(app, batches, errors)

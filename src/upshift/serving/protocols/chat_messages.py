@@ -17,7 +17,7 @@ from upshift.text import find_lone_surrogate
 
 NOT_KEPT = "taken, and not kept"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+DATA_URL = "^data:image/[A-Za-z0-9.+-]+;base64,"
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -73,13 +73,13 @@ class TextPart(Body):
 
 
 class PictureAddress(Body):
-    url: str = Field(description="a data: URL with the file in base64")
+    url: str = Field(description="a data: URL with the file in base64", json_schema_extra={"pattern": DATA_URL})
     detail: Literal["auto", "low", "high"] | None = Field(None, description="taken; the model's processor decides on the size")
 
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        if not DATA_URL.match(url):
+        if not re.match(DATA_URL, url):
             raise PydanticCustomError(
                 "no_data", "pictures are taken as data: URLs such as data:image/png;base64,..., and no file or site is read here"
             )
@@ -189,12 +189,10 @@ class Message(Body):
             raise PydanticCustomError("no_call", "a message of the role tool, and no other, has a tool_call_id")
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("no_calls", "only a message of the assistant has tool_calls")
-        if self.role != "user" and self._has_pictures:
-            raise PydanticCustomError("no_user", "only a message of the user has pictures")
         return self
 
     @property
-    def _has_pictures(self) -> bool:
+    def has_pictures(self) -> bool:
         return isinstance(self.content, list) and any(isinstance(part, PicturePart) for part in self.content)
 
     def _template_content(self) -> str | list[dict[str, str]]:
@@ -202,7 +200,7 @@ class Message(Body):
         content = self.content or self.refusal or ""
         if isinstance(content, str):
             return content
-        if not self._has_pictures:
+        if not self.has_pictures:
             return "".join(part.text for part in content if not isinstance(part, PicturePart))
         return [
             {"type": "image", "data": part.data} if isinstance(part, PicturePart) else {"type": "text", "text": part.text}
@@ -231,8 +229,10 @@ def _is_json_object(text: str) -> bool:
 
 
 def check_calls(messages: list[Message]) -> None:
-    """Raise RequestError for a call whose arguments are no JSON object."""
+    """Raise RequestError for a call whose arguments are no JSON object, and for a picture that is not the user's."""
     for position, message in enumerate(messages):
+        if message.role != "user" and message.has_pictures:
+            raise RequestError(f"messages.{position} has a picture; only a message of the user has pictures")
         for call in message.tool_calls:
             if not _is_json_object(call.function.arguments or "{}"):
                 raise RequestError(
