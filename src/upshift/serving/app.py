@@ -31,7 +31,7 @@ from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.batches import Batches, BatchFolder, LineAnswer
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.guard import Guard, Limits, RootPath, route_path
-from upshift.serving.messages import Detokenize, Embed, Piece, Task
+from upshift.serving.messages import DescribeTokenizer, Detokenize, Embed, Piece, Task
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.openai_requests import (
@@ -262,6 +262,37 @@ class Server:
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         async with self._load_any(request.model) as (engine, seconds_left), asyncio.timeout(seconds_left):
             return {"prompt": await engine.text(Detokenize(tokens=tuple(request.tokens)))}
+
+    async def tokenizer_info(self, model: str | None = None) -> dict[str, Any]:
+        async with self._load_any(model) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            settings: dict[str, Any] = json.loads(await engine.text(DescribeTokenizer()))
+        return settings
+
+    async def invoke(self, body: dict[str, Any]) -> Response:
+        """Answer a request of SageMaker's, whose fields say for which address it is."""
+        handlers: dict[str, tuple[Any, Callable[[Any], Awaitable[Response]]]] = {
+            "messages": (ChatRequest, self.chat),
+            "prompt": (CompletionRequest, self.complete),
+            "input": (EmbeddingRequest, self.embed),
+            "query": (RerankRequest, self.rerank),
+            "queries": (ScoreRequest, self.score),
+            "text_1": (ScoreRequest, self.score),
+        }
+        name = next((name for name in handlers if name in body), None)
+        if name is None:
+            raise HTTPException(400, f"the body is for no address; give one of {', '.join(handlers)}")
+        body_type, handler = handlers[name]
+        try:
+            request = body_type.model_validate(body)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from None
+        return await handler(request)
+
+    def load(self) -> dict[str, int]:
+        return {"server_load": sum(engine.in_flight for engine in self.pool.engines.values())}
+
+    def ping(self) -> Response:
+        return Response(status_code=503 if self.health()["status"] == "failed" else 200)
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._describe_model(name) for name in self.pool.names]}
@@ -521,6 +552,10 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
+    app.get("/tokenizer_info", **errors)(server.tokenizer_info)
+    app.post("/invocations", include_in_schema=False)(server.invoke)  # its bodies are those of other addresses
+    app.get("/load")(server.load)
+    app.get("/ping")(server.ping)
     add_batch_addresses(app, batches, errors)
     app.post("/v1/load_lora_adapter", **errors)(server.load_adapter)
     app.post("/v1/unload_lora_adapter", **errors)(server.unload_adapter)

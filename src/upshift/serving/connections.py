@@ -1,6 +1,7 @@
 """End connections whose headers are too large or do not come, before they take the places of other clients.
 
-Uvicorn waits for headers without end, and for the rest of a body after it has answered."""
+Uvicorn waits for headers without end, and for the rest of a body after it has answered. Its own limit of connections answers in
+plain text, which clients of an API do not read."""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ import json
 from typing import Any
 
 from upshift.internals.uvicorn_names import CYCLE, CYCLE_SCOPE, HTTP_PROTOCOL, RESPONSE_COMPLETE, SCOPE
-from upshift.serving.refusals import Refusal
+from upshift.serving.guard import route_path
+from upshift.serving.refusals import RETRY_SECONDS, Refusal, error_response
 
 STATUS_LINES = {408: b"HTTP/1.1 408 Request Timeout\r\n", 431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n"}
 
 
 class LimitedConnection(asyncio.Protocol):
     """A connection of uvicorn that ends if a request's headers need longer than ``header_seconds``, or more than
-    ``header_bytes``.
+    ``header_bytes``. ``connections`` has those that are open.
 
     The rest of a body that comes after the answer, such as one that was too large, has as much time, and is dropped."""
 
-    def __init__(self, *, header_seconds: float, header_bytes: int, **settings: Any) -> None:
+    def __init__(self, *, header_seconds: float, header_bytes: int, connections: set[LimitedConnection], **settings: Any) -> None:
+        self._connections = connections
         self._http = HTTP_PROTOCOL.get()(**settings)
         self._header_seconds = header_seconds
         self._header_bytes = header_bytes
@@ -30,6 +33,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._connections.add(self)
         self._http.connection_made(transport)
         self._start_deadline()
 
@@ -52,6 +56,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        self._connections.discard(self)
         self._http.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -93,6 +98,24 @@ class LimitedConnection(asyncio.Protocol):
         if CYCLE.of(self._http) is None:
             self._transport.write(_write_answer(refusal))
         self._transport.close()
+
+
+class ConnectionLimit:
+    """An ASGI application that answers 503 while there are more than ``limit`` open connections."""
+
+    def __init__(self, app: Any, limit: int, connections: set[LimitedConnection]) -> None:
+        self._app = app
+        self._limit = limit
+        self._connections = connections
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or len(self._connections) <= self._limit:
+            await self._app(scope, receive, send)
+            return
+        reason = f"{self._limit:,} connections are open already, and there may be no more; try again in a moment"
+        response = error_response(Refusal(503, reason, retry_after=RETRY_SECONDS), route_path(scope))
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
 
 
 def _write_answer(refusal: Refusal) -> bytes:

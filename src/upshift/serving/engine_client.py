@@ -18,6 +18,7 @@ from upshift.serving.messages import (
     MAX_LINE_BYTES,
     Cancel,
     DecodedText,
+    DescribeTokenizer,
     Detokenize,
     Done,
     Embed,
@@ -166,8 +167,8 @@ class EngineProcess:
                 texts += part.texts
         return TokenizedPrompt(ids, texts)
 
-    async def text(self, request: Detokenize) -> str:
-        """Return the text of token ids. Raise RequestRefused or EngineDied."""
+    async def text(self, request: Detokenize | DescribeTokenizer) -> str:
+        """Return the text of token ids, or the settings of the tokenizer. Raise RequestRefused or EngineDied."""
         text = ""
         async with aclosing(self._replies(request)) as replies:
             async for part in replies:

@@ -23,7 +23,7 @@ from upshift.serving.refusals import FAULT, Refusal, error_response
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json")  # no API key is needed
+PUBLIC_PATHS = ("/", "/health", "/ping", "/docs", "/openapi.json")  # no API key is needed
 MAX_DEPTH = 200  # of nested objects and lists
 FILES_PATH = "/v1/files"  # whose uploads are forms
 FORM_TYPE = b"multipart/form-data"

@@ -96,6 +96,9 @@ class Generate(Value):
     lark: str | None = Field(None, description="a grammar of llguidance that the answer must match")
     template: TemplateOptions = TemplateOptions()
     reasoning_budget: int | None = Field(None, description="tokens of the reasoning")
+    max_prompt_tokens: int | None = Field(None, description="to which a longer prompt is cut; -1: what leaves room for an answer")
+    truncation_side: Literal["left", "right"] | None = Field(None, description="at which it is cut; None: that of the tokenizer")
+    shows_stop_string: bool = Field(False, description="whether the text has the stop string that ended it")
     with_token_ids: bool = Field(False, description="whether the pieces have the token ids of the prompt and of the answer")
 
 
@@ -127,6 +130,13 @@ class Tokenize(Value):
     tools: str | None = None
     template: TemplateOptions = TemplateOptions()
     with_texts: bool = Field(False, description="whether the reply has the texts of the tokens, too")
+
+
+class DescribeTokenizer(Value):
+    """A request for the settings of the tokenizer, as a JSON object in the form of a text."""
+
+    kind: Literal["describe_tokenizer"] = "describe_tokenizer"
+    id: int = 0  # the engine numbers them
 
 
 class Detokenize(Value):
@@ -330,7 +340,7 @@ class Heartbeat(Value):
     resident_bytes: int
 
 
-Request = Generate | Embed | Tokenize | Detokenize | LoadAdapter | UnloadAdapter
+Request = Generate | Embed | Tokenize | Detokenize | DescribeTokenizer | LoadAdapter | UnloadAdapter
 Reply = Piece | Vector | Tokens | DecodedText | Done
 ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
 FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]

@@ -5,29 +5,27 @@ A field that is not defined here is an error that names the field."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
-from upshift.serving.messages import Generate, Prompt, PromptEnding, TemplateOptions, Tokenize
-from upshift.text import find_lone_surrogate
+from upshift.serving.messages import Generate, Prompt, TemplateOptions, Tokenize
+from upshift.serving.protocols.chat_messages import (
+    NOT_KEPT,
+    Body,
+    CheckedBody,
+    ForcedTool,
+    Message,
+    Tool,
+    check_calls,
+    prompt_ending,
+)
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-class Body(BaseModel):
-    """An object in the body of a request. A field that is null counts as left out, and an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        """Remove the fields that are null. Objects of the user's own, such as a JSON schema, stay as they are."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class AnswerForm(Body):
@@ -78,18 +76,16 @@ MAX_INPUTS = 2048  # texts of a request for embeddings
 MAX_LIKELIEST = 20  # tokens that are reported at one position
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 64
+MAX_SHOWN_KEYS = 8  # of a wrong logit_bias
 MAX_STOPS = 16  # texts; OpenAI takes 4, and Anthropic more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-NOT_KEPT = "taken, and not kept"
 MAX_TOOLS = 128
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ONLY_DEFAULT = "not OpenAI's; taken with this value only"
 MAX_FORM_CHARACTERS = 2**16
 MAX_CHOICE_TEXTS = 1024
 Form = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FORM_CHARACTERS)]
 Choices = Annotated[list[Form], Field(min_length=1, max_length=MAX_CHOICE_TEXTS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TOKEN_KEY = "^[0-9]{1,9}$"
@@ -99,40 +95,10 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
 TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MIN_DIVISOR}}
-NOT_ASSISTANT: dict[str, Any] = {"properties": {"role": {"not": {"const": "assistant"}}}}
-MESSAGE_SCHEMA: dict[str, Any] = {
-    "allOf": [
-        {
-            "if": NOT_ASSISTANT,
-            "then": {
-                "required": ["content"],
-                "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}},
-            },
-        },
-        {
-            "if": {"properties": {"role": {"const": "tool"}}},
-            "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
-            "else": {"properties": {"tool_call_id": {"type": "null"}}},
-        },
-    ],
-}
 LOGPROBS_SCHEMA: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
 }
-
-
-class CheckedBody(Body):
-    """A whole body, whose texts are checked."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_characters(cls, body: Any) -> Any:
-        """Raise an error if a text of the body has half of a surrogate pair, which is no character."""
-        surrogate = find_lone_surrogate(json.dumps(body, ensure_ascii=False))
-        if surrogate is not None:
-            raise PydanticCustomError("half_a_pair", f"{surrogate} alone is no character; send whole ones")
-        return body
 
 
 class RequestBody(CheckedBody):
@@ -167,7 +133,7 @@ class SamplingRequest(RequestBody):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, json_schema_extra=TEMPERATURE_SCHEMA)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
+    top_k: int | None = Field(None, ge=-1, description="not OpenAI's; transformers' name; 0, or -1 as in vLLM, limits nothing")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
     repetition_penalty: float | None = Field(None, ge=MIN_DIVISOR, description="likewise")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -175,7 +141,7 @@ class SamplingRequest(RequestBody):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = Field(
         None, description="by token ids of the model", json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}}
     )
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
@@ -187,6 +153,16 @@ class SamplingRequest(RequestBody):
     )
     return_token_ids: bool = Field(False, description="not OpenAI's; the answer has the token ids of the prompt and of the text")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST, description="not OpenAI's; likeliest tokens of the prompt")
+    return_tokens_as_token_ids: bool = Field(False, description="not OpenAI's; log-probabilities name tokens as token_id:N")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="not OpenAI's; a longer prompt is cut to so many tokens; -1: to those that leave room for one more",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="not OpenAI's; the side at which a prompt is cut; without it, that of the tokenizer"
+    )
+    include_stop_str_in_output: bool = Field(False, description="not OpenAI's; the text ends with the stop string that ended it")
     structured_outputs: StructuredOutputs | None = Field(None, description="not OpenAI's; the form of the answer")
     guided_json: dict[str, Any] | str | None = Field(None, description="the older name of structured_outputs.json")
     guided_regex: Form | None = Field(None, description="likewise")
@@ -197,6 +173,24 @@ class SamplingRequest(RequestBody):
     service_tier: str | None = Field(None, description=NOT_KEPT)
     prompt_cache_key: str | None = Field(None, description=NOT_KEPT)
     safety_identifier: str | None = Field(None, description=NOT_KEPT)
+    prompt_cache_retention: str | None = Field(None, description=NOT_KEPT)
+    request_id: str | None = Field(None, description=NOT_KEPT)
+    session_id: str | None = Field(None, description=NOT_KEPT)
+    # Fields of vLLM's that clients send with the value that changes nothing. Others are errors.
+    use_beam_search: Literal[False] = Field(False, description=ONLY_DEFAULT)
+    length_penalty: float = Field(1.0, ge=1, le=1, description=ONLY_DEFAULT)
+    skip_special_tokens: Literal[True] = Field(True, description=ONLY_DEFAULT)
+    spaces_between_special_tokens: Literal[True] = Field(True, description=ONLY_DEFAULT)
+    priority: Literal[0] = Field(0, description=ONLY_DEFAULT)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_token_keys(cls, biases: Any) -> Any:
+        wrong_keys = [key for key in biases if not re.fullmatch(TOKEN_KEY, key)] if isinstance(biases, dict) else []
+        if wrong_keys:
+            shown = ", ".join(wrong_keys[:MAX_SHOWN_KEYS])
+            raise PydanticCustomError("no_tokens", "{keys} in logit_bias are no token ids; give whole numbers", {"keys": shown})
+        return biases
 
     @field_validator("temperature")
     @classmethod
@@ -216,6 +210,8 @@ class SamplingRequest(RequestBody):
             raise RequestError("stream_options is for streams; set stream to true, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible in a stream; leave out one of them")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise RequestError("truncation_side is for truncate_prompt_tokens; give both, or neither")
 
     @property
     def _forms(self) -> dict[str, Any]:
@@ -273,12 +269,17 @@ class SamplingRequest(RequestBody):
             top=self.top_count,
             prompt_top=self.prompt_top,
             with_token_ids=self.return_token_ids,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            shows_stop_string=self.include_stop_str_in_output,
         )
 
     def _options(self, seed: int) -> dict[str, Any]:
         """Return the GenerationOptions of the request, by name."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
         options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.top_k == -1:
+            options["top_k"] = 0
         if self.temperature == 0:
             options |= {"do_sample": False, "temperature": None}
         elif self.temperature is not None or self.top_p is not None:
@@ -290,122 +291,6 @@ class SamplingRequest(RequestBody):
         if self.min_tokens:
             options["min_new_tokens"] = self.min_tokens
         return options | {"seed": seed, "max_new_tokens": self.max_answer_tokens}
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Body):
-    name: ToolName
-    arguments: str = Field(description="a JSON object")
-
-
-class MessageCall(Body):
-    """A call of a tool in an earlier answer."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Function(Body):
-    """A tool that the answer may call. ``parameters`` is the JSON schema of its arguments. Without it, there are none."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="calls that tool_choice forces match the schema, whether this is set or not")
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-    def to_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it: with a description and a schema."""
-        function = self.function
-        parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
-        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
-        return {"type": "function", "function": fields}
-
-
-class FunctionName(Body):
-    name: ToolName
-
-
-class ForcedTool(Body):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class Message(Body):
-    """A message of a chat. An answer of this server, or of OpenAI's, can be sent back as it came."""
-
-    model_config = ConfigDict(json_schema_extra=MESSAGE_SCHEMA)
-
-    role: Role
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = Field(None, description="taken; chat templates have no place for it")
-    annotations: Annotated[list[Any], Field(max_length=0)] = []
-    reasoning_content: str | None = Field(None, description="of an earlier answer, if the chat template has a place for it")
-    reasoning: str | None = Field(None, description="the same under another name")
-    tool_calls: list[MessageCall] = []
-    tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
-
-    @model_validator(mode="after")
-    def _check_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("no_content", "the content is missing; only a message of the assistant may have none")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise PydanticCustomError("no_call", "a message of the role tool, and no other, has a tool_call_id")
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("no_calls", "only a message of the assistant has tool_calls")
-        return self
-
-    def to_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: with the content as one string, and without the role
-        "developer"."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text}
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning and role == "assistant":
-            message["reasoning_content"] = reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def check_calls(messages: list[Message]) -> None:
-    """Raise RequestError for a call whose arguments are no JSON object."""
-    for position, message in enumerate(messages):
-        for call in message.tool_calls:
-            if not _is_json_object(call.function.arguments or "{}"):
-                raise RequestError(
-                    f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them as "
-                    "they came"
-                )
-
-
-def prompt_ending(begins_answer: bool | None, goes_on: bool) -> PromptEnding:
-    """Return what follows the last message of a chat. Raise RequestError if an answer would begin in a message that goes on."""
-    if not goes_on:
-        return "nothing" if begins_answer is False else "answer"
-    if begins_answer:
-        raise RequestError("continue_final_message goes on with the last message; set add_generation_prompt to false")
-    return "open"
 
 
 class ChatRequest(SamplingRequest):
@@ -421,6 +306,7 @@ class ChatRequest(SamplingRequest):
         "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    modalities: list[Literal["text"]] = Field(["text"], description="answers are texts")
     reasoning_effort: Effort | None = Field(None, description="for the chat template")
     enable_thinking: bool | None = Field(None, description="not OpenAI's; for the chat template: whether the model reasons")
     chat_template_kwargs: dict[str, Any] = Field({}, description="not OpenAI's; variables of the chat template")

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -247,10 +247,11 @@ class Answer:
         """Return the log-probabilities of a choice's last tokens, or None if the request does not ask for them."""
         if self.request.top_count is None:
             return None
+        write = _write_id if self.request.return_tokens_as_token_ids else _write_token
         if isinstance(self.request, ChatRequest):
-            return chat_logprobs(scores)
+            return chat_logprobs(scores, write)
         offsets = self._offsets[index].offsets
-        return completion_logprobs(scores, offsets[len(offsets) - len(scores) :], self.request.top_count)
+        return completion_logprobs(scores, offsets[len(offsets) - len(scores) :], self.request.top_count, write)
 
     @property
     def _chunk_kind(self) -> str:
@@ -292,22 +293,34 @@ class TextOffsets:
         self._length += len(self._decoder.decode(bytes(score.spelled)))
 
 
-def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """Return log-probabilities in the form of chat completions."""
-    content = [_format_token(score) | {"top_logprobs": [_format_token(token) for token in score.top]} for score in scores]
+def _write_token(score: TokenScore) -> str:
+    return score.text
+
+
+def _write_id(score: TokenScore) -> str:
+    return f"token_id:{score.token}"
+
+
+def chat_logprobs(scores: Sequence[TokenScore], write: Callable[[TokenScore], str] = _write_token) -> dict[str, Any]:
+    """Return log-probabilities in the form of chat completions. ``write`` returns the name of a token."""
+    content = [
+        _format_token(score, write) | {"top_logprobs": [_format_token(token, write) for token in score.top]} for score in scores
+    ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scores: Sequence[TokenScore], offsets: Sequence[int], count: int) -> dict[str, Any]:
+def completion_logprobs(
+    scores: Sequence[TokenScore], offsets: Sequence[int], count: int, write: Callable[[TokenScore], str] = _write_token
+) -> dict[str, Any]:
     """Return log-probabilities in the form of completions, with ``count`` likeliest tokens at each position.
 
     ``offsets`` holds the number of characters before each token. The likeliest tokens include the chosen token, as in
     OpenAI's answers."""
     return {
-        "tokens": [score.text for score in scores],
+        "tokens": [write(score) for score in scores],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": [
-            None if score.logprob is None else {token.text: token.logprob for token in (*score.top[:count], score)}
+            None if score.logprob is None else {write(token): token.logprob for token in (*score.top[:count], score)}
             for score in scores
         ],
         "text_offset": list(offsets),
@@ -324,5 +337,5 @@ def _format_prompt_token(score: TokenScore, count: int) -> dict[str, Any] | None
     }
 
 
-def _format_token(score: TokenScore) -> dict[str, Any]:
-    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.spelled)}
+def _format_token(score: TokenScore, write: Callable[[TokenScore], str]) -> dict[str, Any]:
+    return {"token": write(score), "logprob": score.logprob, "bytes": list(score.spelled)}

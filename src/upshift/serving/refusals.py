@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
@@ -102,11 +103,10 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": error_type, "message": cut_error(message)}}
 
 
-UNION_NAME = re.compile(r"(list|tuple|union|tagged-union|function-\w+|constrained-\w+)\[")  # pydantic's, in the path of a field
+# pydantic's names, in the path of a field
+UNION_NAME = re.compile(r"(list|tuple|union|tagged-union|function-\w+|constrained-\w+)\[|constrained-\w+$")
 OTHER_PARTS = {  # types of the parts of a message that are no text, in OpenAI's words and in Anthropic's
-    "image_url": "a picture",
-    "input_image": "a picture",
-    "image": "a picture",
+    "video_url": "a video",
     "input_audio": "a sound",
     "input_file": "a file",
     "file": "a file",
@@ -120,7 +120,7 @@ def refusal_of(error: BaseException) -> Refusal | None:
     if isinstance(error, RequestRefused):
         return Refusal(error.status, str(error), retry_after=error.retry_after, code=error.code)
     if isinstance(error, RequestValidationError):
-        return _refusal_of_invalid(error)
+        return refusal_of_problems(error.errors())
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, TimeoutError):
@@ -143,18 +143,17 @@ def error_response(refusal: Refusal, path: str) -> JSONResponse:
     return JSONResponse(body, status_code=refusal.status, headers=headers)
 
 
-def _refusal_of_invalid(error: RequestValidationError) -> Refusal:
-    """Return the first problem of a body, without the values that the client sent.
+def refusal_of_problems(problems: Sequence[Any]) -> Refusal:
+    """Return the first of pydantic's problems of a body, without the values that the client sent.
 
     For a field with several types, prefer a problem that is not about the type."""
-    problems = error.errors()
     value_problems = [problem for problem in problems if not problem["type"].endswith(("_type", "_parsing"))]
     problem = (value_problems or problems)[0]
     path = [str(key) for key in problem["loc"] if key != "body" and not UNION_NAME.match(str(key))]
     field = ".".join(path).encode(errors="backslashreplace").decode()
     kind = problem.get("ctx", {}).get("tag") or problem.get("input")
     if isinstance(kind, str) and kind in OTHER_PARTS and problem["type"] in ("union_tag_invalid", "literal_error"):
-        return Refusal(400, f"{field} is {OTHER_PARTS[kind]}, and the models here read texts only; leave it out", field)
+        return Refusal(400, f"{field} is {OTHER_PARTS[kind]}, and models here read texts and pictures only; leave it out", field)
     if problem["type"] == "extra_forbidden":
         return Refusal(400, f"{field} is not possible here; leave it out", field)
     if problem["type"] == "json_invalid":

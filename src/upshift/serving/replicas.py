@@ -13,6 +13,7 @@ from contextlib import aclosing
 from upshift.errors import UpshiftError
 from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, TokenizedPrompt, Vectors
 from upshift.serving.messages import (
+    DescribeTokenizer,
     Detokenize,
     Embed,
     EngineRequest,
@@ -134,7 +135,7 @@ class ReplicaSet:
         """Return the tokens of a prompt, as ``EngineProcess.tokens`` does."""
         return await self._rank_engines("")[0].tokens(request)
 
-    async def text(self, request: Detokenize) -> str:
+    async def text(self, request: Detokenize | DescribeTokenizer) -> str:
         """Return the text of token ids, as ``EngineProcess.text`` does."""
         return await self._rank_engines("")[0].text(request)
 

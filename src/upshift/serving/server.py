@@ -23,7 +23,7 @@ from upshift.inference.weights import find_weights, weights_size
 from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
-from upshift.serving.connections import LimitedConnection
+from upshift.serving.connections import ConnectionLimit, LimitedConnection
 from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
@@ -89,16 +89,21 @@ def serve(
 
 def make_config(app: Any, limits: Limits, address: Address) -> uvicorn.Config:
     """Return the settings of uvicorn for an application."""
-    connection = partial(LimitedConnection, header_seconds=limits.header_seconds, header_bytes=limits.header_bytes)
+    connections: set[LimitedConnection] = set()
+    connection = partial(
+        LimitedConnection,
+        header_seconds=limits.header_seconds,
+        header_bytes=limits.header_bytes,
+        connections=connections,
+    )
     return uvicorn.Config(
-        app,
+        ConnectionLimit(app, limits.connections, connections),
         http=cast(Any, connection),
         access_log=False,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.private_key,
         log_config=None,
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=limits.connections,
         timeout_keep_alive=30,
         ws="none",
         server_header=False,

@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from command import Command
+from image_models import COLORS, save_llava
 
 from upshift.errors import RequestError
-from upshift.inference.generation.media import read_image
+from upshift.inference.generation.generator import Generator
+from upshift.inference.generation.media import MediaPrompts, read_image
 from upshift.inference.media.files import MediaItem
 from upshift.inference.media.files import read_image as read_row
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 NEEDS_PILLOW = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
-MARK = 260  # the id of the token that stands for a part of an image
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
-)
-COLORS = {"red.png": (255, 0, 0), "blue.png": (0, 0, 255)}
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA with its processor, and images of one color."""
     from PIL import Image
 
-    folder = tmp_path_factory.mktemp("llava")
-    text = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
-    )
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=MARK)
-    torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(4.0)  # an image then changes the text
-    model.save_pretrained(folder)
-    tokenizer = train_byte_level_bpe(["a text of some words"], 260)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    assert tokenizer.convert_tokens_to_ids("<image>") == MARK
-    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    processor = transformers.LlavaProcessor(
-        image_processor=pixels, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
-        chat_template=TEMPLATE, image_token="<image>", num_additional_image_tokens=1,
-    )  # fmt: skip
-    processor.save_pretrained(folder)
+    folder = save_llava(tmp_path_factory.mktemp("llava"))
     for name, color in COLORS.items():
-        Image.new("RGB", (40, 36), color).save(folder / name)
+        Image.new("RGB", (40, 36), color).save(folder / f"{name}.png")
     return folder
 
 
@@ -82,7 +55,7 @@ def answers(upshift: Command, folder: Path, lines: list[Any], *options: str) -> 
 
 @NEEDS_PILLOW
 def test_lines_and_messages_with_images(folder: Path, upshift: Command) -> None:
-    red, blue = (str(folder / name) for name in COLORS)
+    red, blue = (str(folder / f"{name}.png") for name in COLORS)
     say, between = ({"type": "text", "text": text} for text in ("say ", " and "))
     parts = [say, {"type": "image", "path": blue}, between, {"type": "image"}]
     lines = [
@@ -99,6 +72,30 @@ def test_lines_and_messages_with_images(folder: Path, upshift: Command) -> None:
     ]
     assert answers(upshift, folder, lines) == expected
     assert expected[0] != by_transformers(folder, "see <image> there", ["blue.png"]), "the image changes nothing here"
+
+
+@NEEDS_PILLOW
+def test_texts_after_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as before, without another race, and by the weights that are loaded. An image is processed once."""
+    generator = Generator(str(folder), engine="torch")
+    processed: list[str] = []
+    read = MediaPrompts._process
+    monkeypatch.setattr(MediaPrompts, "_process", lambda self, fields, *rest, **more: (
+        processed.append(fields["prompt"]) or read(self, fields, *rest, **more)
+    ))  # fmt: skip
+    image: Any = {"prompt": "see <image> there", "images": [str(folder / "red.png")]}
+    generator.check_prompts([image], generator.options())
+    calls: list[list[Any]] = [["a text alone"], [image], ["a text alone"], [image]]
+    texts, decoders = [], []
+    for prompts in calls:
+        texts.append(generator.generate(prompts, max_new_tokens=6)[0].text)
+        decoders.append(generator.decoder)
+    assert texts[:2] == texts[2:] == [by_transformers(folder, *one) for one in (
+        ("a text alone", []), ("see <image> there", ["red.png"])
+    )]  # fmt: skip
+    assert decoders[:2] == decoders[2:] and decoders[0] is not decoders[1]
+    assert decoders[0].model is decoders[1].model  # type: ignore[attr-defined]
+    assert processed == ["see <image> there"]
 
 
 @NEEDS_PILLOW

@@ -145,13 +145,17 @@ def test_a_body_that_is_refused_can_be_sent_to_its_end() -> None:
 
 def test_more_connections_than_allowed_get_503_until_others_end() -> None:
     async def clients(connect: Connect) -> list[int]:
-        silent = [await connect() for _ in range(2)]
+        silent = [await connect() for _ in range(3)]
         statuses = []
         for pause in (0.0, 0.6):  # after which the silent ones are gone
             await asyncio.sleep(pause)
             reader, writer = await connect()
             writer.write(GOOD.replace(b"Host", b"Connection: close\r\nHost"))
-            statuses.append(status(await reader.read()))
+            answer = await reader.read()
+            statuses.append(status(answer))
+            if status(answer) == 503:
+                head, _, body = answer.partition(b"\r\n\r\n")
+                assert b"retry-after: 1" in head and json.loads(body)["error"]["message"].startswith("3 connections are open")
         return statuses + [status(await reader.read()) for reader, _ in silent]
 
-    assert talk(clients) == [503, 200, 408, 408]
+    assert talk(clients) == [503, 200, 408, 408, 408]

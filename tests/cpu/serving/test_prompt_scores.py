@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,9 @@ from test_serving_parts import Clock, following, made, ticket
 from test_tool_calls import TEMPLATES, TOOLS, USER, Working, folder, make_tokenizer  # noqa: F401
 from transformers import AutoModelForCausalLM
 
+from upshift.errors import RequestError
+from upshift.inference.generation import grammar
+from upshift.inference.generation.grammar import Grammars
 from upshift.serving.messages import Detokenize
 
 PROMPT = "the quick brown fox"
@@ -193,3 +197,83 @@ def test_token_ids_of_prompt_and_answer(path: str, stream: bool, folder: Any) ->
     assert [len(of_choice) for of_choice in ids.values()] == [9, 9] and ids[0] != ids[1]
     assert prompts == ([chat] if is_chat else [tokenizer(PROMPT).input_ids] * 2)
     assert "token_ids" not in asked(folder, path, **fields, stream=stream).text
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [({}, slice(None)), ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, slice(-3, None)),
+     ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(3)), ({"truncate_prompt_tokens": 900}, slice(None)),
+     ({"truncate_prompt_tokens": 2}, slice(2))],
+)  # fmt: skip
+def test_a_prompt_that_is_cut(fields: dict[str, Any], part: slice, folder: Any) -> None:  # noqa: F811
+    """At the side that the request names, or else at that of the tokenizer."""
+    ids = make_tokenizer("")(PROMPT).input_ids
+    answer = asked(folder, return_token_ids=True, **fields).json()
+    assert answer["choices"][0]["prompt_token_ids"] == ids[part] and len(ids) > 4
+    alone = asked(folder, prompt=ids[part]).json()
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_by_their_ids(path: str, folder: Any) -> None:  # noqa: F811
+    wanted = {"logprobs": True, "top_logprobs": 2} if "chat" in path else {"logprobs": 2}
+    (choice,) = asked(folder, path, **wanted, return_token_ids=True, return_tokens_as_token_ids=True).json()["choices"]
+    found = choice["logprobs"]
+    if "chat" in path:
+        assert all(len({token["token"] for token in one["top_logprobs"]}) == 2 for one in found["content"])
+    names = [one["token"] for one in found["content"]] if "chat" in path else found["tokens"]
+    assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_the_stop_string_stays_on_request(folder: Any) -> None:  # noqa: F811
+    text = asked(folder, max_tokens=12).json()["choices"][0]["text"]
+    stop = text[2:4]
+    for shown, end in ((False, 0), (True, len(stop))):
+        (choice,) = asked(folder, max_tokens=12, stop=stop, include_stop_str_in_output=shown).json()["choices"]
+        assert choice["text"] == text[: text.index(stop) + end] and choice["finish_reason"] == "stop"
+
+
+DEFAULTS: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "priority": 0, "top_k": -1, "request_id": "r", "session_id": "s", "prompt_cache_retention": "24h",
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "use_beam_search": True, "length_penalty": 0.9, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "priority": 1, "top_k": -2, "seed": 2**63, "truncate_prompt_tokens": -2, "truncation_side": "left",
+}  # fmt: skip
+
+
+def test_fields_of_vllm_with_values_that_change_nothing(folder: Any) -> None:  # noqa: F811
+    assert asked(folder, **DEFAULTS).json()["choices"] == asked(folder).json()["choices"]
+    for name, value in OTHERS.items():
+        answer = asked(folder, **{name: value})
+        assert answer.status_code == 400 and name in answer.json()["error"]["message"], answer.text
+    assert asked(folder, seed=-(2**63)).status_code == 200
+
+
+def test_each_wrong_key_of_a_bias_is_named(folder: Any) -> None:  # noqa: F811
+    message = asked(folder, logit_bias={"a": 1, "5": 2, "b": 3}).json()["error"]["message"]
+    assert message == "logit_bias: a, b in logit_bias are no token ids; give whole numbers"
+
+
+def test_a_form_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts of one form do not know of each other, and the forms that came last are kept."""
+    monkeypatch.setattr(grammar, "CACHED_GRAMMARS", 2)
+    tokenizer = make_tokenizer("")
+    grammars = Grammars(tokenizer, 320, [tokenizer.eos_token_id])
+    read: list[str] = []
+    make_matcher = llguidance.LLMatcher
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: read.append(args[1]) or make_matcher(*args, **more))
+    for name in ("grammar_from_regex", "grammar_from_json_schema"):
+        monkeypatch.setattr(llguidance.LLMatcher, name, getattr(make_matcher, name), raising=False)
+    first, second = grammars.from_regex("ab"), grammars.from_regex("ab")
+    assert not first.accept(tokenizer.convert_tokens_to_ids("a"))
+    assert [np.isfinite(one.mask(np.zeros(320))).nonzero()[0].tolist() for one in (first, second)] == [
+        [tokenizer.convert_tokens_to_ids("b")], [tokenizer.convert_tokens_to_ids("a")]
+    ]  # fmt: skip
+    for regex in ("ab", "cd", "ef", "cd", "ab"):
+        grammars.from_regex(regex)
+    assert len(read) == 4, "ab, cd and ef, and ab again, for which there was no place"
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the regular expression is not possible"):
+            grammars.from_regex("(a")

@@ -149,7 +149,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "c"}, "conversation is not possible here"),
     ({"tool_choice": "required"}, "there are no tools"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "data: URLs"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "now", "arguments": "["}]}, "no JSON object"),
     ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
 ]

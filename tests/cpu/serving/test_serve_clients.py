@@ -153,13 +153,13 @@ def test_an_answer_can_be_sent_back() -> None:
     assert contents == [["x", "yes", "y"], ["x", "yes", "y", ""]]
 
 
-def test_a_picture_is_refused_by_name() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]}
+def test_a_sound_is_refused_by_name() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, sound]}]}
     answer = called("POST", "/v1/chat/completions", json=body)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "messages.0.content.1.type"
-    assert error["message"].startswith("messages.0.content.1.type is a picture, and the models here read texts only")
+    assert answer.status_code == 400 and error["param"] == "messages.0.content.1"
+    assert error["message"].startswith("messages.0.content.1 is a sound, and models here read texts and pictures only")
 
 
 def test_addresses_that_clients_look_at() -> None:
@@ -172,6 +172,36 @@ def test_addresses_that_clients_look_at() -> None:
     assert head.status_code == 200 and not head.content
     assert called("HEAD", "/health", limits=Limits(keys=("k",))).status_code == 200
     assert called("GET", "/v1/models/m", limits=Limits(keys=("k",))).status_code == 401
+
+
+def test_addresses_of_other_servers() -> None:
+    """SageMaker's and vLLM's: the fields of a body say for which address it is."""
+    for body, kind in ((CHAT, "chat.completion"), (COMPLETION, "text_completion")):
+        assert called("POST", "/invocations", json=body).json()["object"] == kind
+    assert "answers at" in called("POST", "/invocations", json={"model": "m", "input": "x"}).text
+    assert "give one of messages, prompt" in called("POST", "/invocations", json={"model": "m"}).json()["error"]["message"]
+    wrong = called("POST", "/invocations", json=CHAT | {"n": 0})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+    assert called("GET", "/load").json() == {"server_load": 0}
+    assert called("GET", "/ping", limits=Limits(keys=("k",))).status_code == 200
+
+
+def test_what_other_servers_put_into_messages() -> None:
+    """Fields that litellm, OpenRouter and clients of Anthropic's send with a history change nothing."""
+    engine = Recording()
+    more = {
+        "id": "m1", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}, "thinking_blocks": [{}],
+        "reasoning_details": [{}],
+    }  # fmt: skip
+    text = {"type": "text", "text": "y", "cache_control": {"type": "ephemeral"}}
+    said = [{"role": "assistant", "content": "no"}, {"role": "user", "content": "y"}]
+    sent = [{"role": "assistant", "content": None, "refusal": "no", **more}, {"role": "user", "content": [text], **more}]
+    parts = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"role": "user", "content": "y"}]
+    for messages in (said, sent, parts):
+        body = CHAT | {"messages": [*CHAT["messages"], *messages], "modalities": ["text"]}
+        assert posted(app_of(engine)[0], body, path="/v1/chat/completions")[0].status_code == 200
+    first, *others = [request.prompt for request in engine.requests]
+    assert others == [first] * 2
 
 
 def test_every_answer_has_a_request_id(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from pretended_vllm import REFUSED
-from running_server import CHAT, Running, serving, wait
+from running_server import CHAT, START_SECONDS, Running, serving, wait
 from safetensors.numpy import save_file
 from test_generate_vllm import NEEDS_REAL, REAL, Pretended, save
 from test_serving_parts import Clock, answer, ticket
@@ -241,8 +241,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Pa
         yield running, folder
 
 
-def complete(running: Running, **body: Any) -> dict[str, Any]:
-    reply = running.post("/v1/completions", {"model": "m", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, **body})
+def complete(running: Running, *, timeout: float = 60.0, **body: Any) -> dict[str, Any]:
+    request = {"model": "m", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, **body}
+    reply = running.post("/v1/completions", request, timeout=timeout)
     return {"status": reply.status_code, **reply.json()}
 
 
@@ -293,7 +294,7 @@ def test_a_killed_vllm_starts_again_and_a_drain_answers_what_runs(real: tuple[Ru
     first, *_ = psutil.Process(pid).children(recursive=True)
     first.kill()
     wait(lambda: running.engine("m")["state"] != "ready", 10.0)
-    refused = complete(running)
+    refused = complete(running, timeout=START_SECONDS)
     assert refused["status"] in (200, 503)  # it waits for the start, or says that the engine starts again
     wait(lambda: running.engine("m")["state"] == "ready")
     assert complete(running)["status"] == 200

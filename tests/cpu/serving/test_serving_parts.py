@@ -459,3 +459,32 @@ def test_a_phase_counts_what_was_promised() -> None:
     assert phase.statuses == {"200": 4, "429": 1, "0": 1} and phase.asked == 6
     assert (phase.answered_per_second, phase.goodput, phase.within_promise) == (2.0, 1.5, 0.75)
     assert phase.first_token["p99"] == 0.6 and phase.token["p50"] == pytest.approx(0.1) and phase.without_retry_after == 0
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_the_promise_is_kept_under_twice_the_load(mixes: bool) -> None:
+    """Prompts and answers of mixed lengths, one answer of 50 much longer than all others."""
+    chance = np.random.default_rng(5)
+    clock, rows, promise, steps = Clock(), 8, 1.0, 40
+    scheduler = made(clock, mixes=mixes, rows=rows, max_ttft=promise, chunk_tokens=16)
+    scheduler.estimator = TtftEstimator(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=steps)
+    capacity = rows / (rows * 20 * TOKEN_SECONDS + PASS_SECONDS * steps)
+    arrival, waits, late = 0.0, 0, 0
+    coming: list[Ticket] = []
+    for number in range(700):
+        arrival += chance.exponential(1 / (2 * capacity))
+        new = 400 if number % 50 == 7 else int(min(chance.lognormal(3.2, 0.7), 200)) + 1
+        one = ticket(number, clock, prompt=int(min(chance.lognormal(2.6, 0.8), 100)) + 1, new=new)
+        one.arrival = arrival
+        coming.append(one)
+    coming.reverse()
+    while coming or scheduler.is_busy:
+        while coming and coming[-1].arrival <= clock.now:
+            scheduler.add(coming.pop())
+        if not scheduler.is_busy:
+            clock.now = coming[-1].arrival
+        for one, _ in scheduler.step():
+            if len(one.sequence.tokens) == 1:
+                waits += 1
+                late += clock.now - one.arrival > promise
+    assert waits > 250 and late / waits <= 0.02, f"{late} of {waits} came late"

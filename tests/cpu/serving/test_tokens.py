@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,21 @@ def test_a_chat(worker: Any) -> None:
     history = [USER, message_of([("now", {})]), {"role": "tool", "tool_call_id": "call_0" * 4, "content": "noon"}]
     found = asked(worker, "/tokenize", messages=history, tools=TOOLS).json()["tokens"]
     assert "<tool_call>" in tokenizer.decode(found) and "noon" in tokenizer.decode(found)
+
+
+def test_the_settings_of_the_tokenizer(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's tokenizer_backend=remote reads them. They come in as many messages as it takes."""
+    monkeypatch.setattr(tokenization, "CHARACTERS_PER_MESSAGE", 64)
+    found = asyncio.run(server_of(Speaking(worker)).tokenizer_info())
+    tokenizer = worker.generator.prompts.tokenizer
+    assert (found["eos_token"], found["chat_template"]) == (tokenizer.eos_token, tokenizer.chat_template)
+    assert found["tokenizer_class"] == type(tokenizer).__name__ and "/" not in str(found.get("name_or_path", ""))
+    json.dumps(found, allow_nan=False)
+
+
+def server_of(engine: Any) -> Server:
+    metrics = Metrics()
+    return Server(ModelPool({"m": of_several(engine)}, metrics), metrics, Limits())
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -26,7 +26,8 @@ from upshift.serving.engine.scheduler import Scheduler, TtftEstimator
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, template_messages
 from upshift.serving.engine_client import RequestRefused
 from upshift.serving.messages import EngineRequest, Generate, Refused
-from upshift.serving.openai_requests import ChatRequest, Tool
+from upshift.serving.openai_requests import ChatRequest
+from upshift.serving.protocols.chat_messages import Tool
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 START = "{% for tool in tools or [] %}<tool>{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"

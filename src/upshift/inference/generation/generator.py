@@ -39,7 +39,7 @@ from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_limit, read_quality, read_seconds
-from upshift.inference.registry import EngineSetup, build_engine
+from upshift.inference.registry import EngineSetup, Task, build_engine
 from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
@@ -63,6 +63,16 @@ class Completion(NamedTuple):
     tokens: list[int]
     prompt_tokens: int
     ending: Ending
+
+
+class PromptKind(NamedTuple):
+    """The engine for prompts of one kind: of text alone, or with images. None: no call has had such prompts."""
+
+    task: Task
+    race: Race | None = None
+    decoder: Decoder | None = None
+    draft: DraftModel | None = None
+    text_engine: TextEngine | None = None
 
 
 def _has_inputs(prompt: list[int]) -> bool:
@@ -148,6 +158,8 @@ class Generator:
         self._draft_model: DraftModel | None = None
         self.text_engine: TextEngine | None = None  # instead of a decoder
         self._current_call: object | None = None  # identifies the call whose rows the decoder has
+        self._reads_images = False  # whether the fields above are those of prompts with images
+        self._other_kind = PromptKind("as-transformers")  # of the prompts that the last call did not have
 
     def _find_draft(self, model: str) -> ModelSource:
         """Return the source of the draft model. vLLM gets it as an argument."""
@@ -225,8 +237,7 @@ class Generator:
         Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them. ``result`` is that
         of a race in another process, and then nothing is raced here."""
         options = self.limit_options(max(ids, key=len), options)
-        if any(map(_has_inputs, ids)):
-            self._take_transformers()
+        self._select_kind(any(map(_has_inputs, ids)))
         self.race = result or self.race
         chosen_engine = self._engine if self.race is None else self.race.chosen.engine
         if chosen_engine not in (None, LONG_TEXT_ENGINE) and any(map(self._is_beyond, ids)):
@@ -246,22 +257,29 @@ class Generator:
             )
         return self.race
 
-    def _take_transformers(self) -> None:
-        """Compute all prompts by transformers' own generate() from now on, which takes a model's other inputs."""
-        if self._engine not in (None, "torch"):
+    def _select_kind(self, reads_images: bool) -> None:
+        """Compute the prompts of this call as those of the earlier calls with the same kind of prompts.
+
+        Prompts with images are computed by transformers' own generate(), which takes a model's other inputs. Both kinds share
+        the weights where both engines are torch. Otherwise an engine is loaded again at each change."""
+        if reads_images and self._engine not in (None, "torch"):
             raise RequestError(f"the engine {self._engine} computes text alone; use --engine torch for prompts with images")
-        if self.task != "as-transformers":
-            self.task = "as-transformers"
-            self.race = None
-            self._decoder = None
-            self.text_engine = None
+        if reads_images == self._reads_images or self.task == self._other_kind.task:
+            return
+        if self._decoder is not None:
+            self._decoder.keep([])
+        other = self._other_kind
+        self._other_kind = PromptKind(self.task, self.race, self._decoder, self._draft_model, self.text_engine)
+        self.task, self.race, self._decoder, self._draft_model, self.text_engine = other
+        self._reads_images = reads_images
 
     def _load(self, setup: EngineSetup) -> None:
         """Load the engine of a setup, unless it is loaded."""
         if self._decoder is not None or self.text_engine is not None:
             return
         folder = engine_folder(self.task, self.source, setup.engine)
-        build = DecoderBuild(self.source, setup, folder, serves=self._serves, adapters=self._adapters)
+        model = self._shared_model(setup)
+        build = DecoderBuild(self.source, setup, folder, serves=self._serves, adapters=self._adapters, model=model)
         engine = build_engine(self.task, setup.engine, build)
         if setup.environment is None:
             self._decoder = engine
@@ -271,6 +289,21 @@ class Generator:
         if self._serves:  # requests are then checked against what the engine has
             self._positions = min(limit for limit in (self._positions, engine.positions) if limit is not None)
             self.longest = min(limit for limit in (self.longest, self._positions) if limit is not None)
+
+    def _shared_model(self, setup: EngineSetup) -> Any:
+        """Return the loaded model of the other kind of prompts if this setup can use it. Otherwise free its memory, and return
+        None."""
+        decoder: Any = self._other_kind.decoder
+        other_race = self._other_kind.race
+        if decoder is None or other_race is None:
+            return None
+        other = other_race.chosen
+        if other_race.divided is None and all(
+            getattr(setup, name) == getattr(other, name) for name in ("engine", "precision", "device")
+        ):
+            return decoder.model
+        self._other_kind = self._other_kind._replace(decoder=None, draft=None)
+        return None
 
     def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
         """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""

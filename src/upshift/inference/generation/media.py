@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from upshift.errors import MissingExtra, RequestError
@@ -11,8 +15,10 @@ from upshift.inference.image_files import read_image_file
 from upshift.inference.resumable_output import is_text
 from upshift.models.source import ModelSource
 from upshift.models.tasks import inputs_of
+from upshift.text import one_line
 
 IMAGE = "image"
+CACHED_BYTES = 256 * 2**20  # of processed images
 FORM = (
     '{"prompt": "...", "images": ["a.png"]}, or {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, '
     '{"type": "text", "text": "..."}]}]}'
@@ -25,6 +31,34 @@ class MediaPrompt(list[int]):
     def __init__(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> None:
         super().__init__(ids)
         self.inputs = inputs
+
+    @property
+    def input_bytes(self) -> int:
+        """Return the bytes of the other inputs."""
+        return sum(getattr(tensor, "nbytes", 0) for tensor in self.inputs.values())
+
+
+def other_inputs(prompts: Sequence[Sequence[int]]) -> Mapping[str, Any]:
+    """Return the other inputs of prompts that are computed in one pass. A prompt that has some is the only one."""
+    inputs = [prompt.inputs for prompt in prompts if isinstance(prompt, MediaPrompt)]
+    assert not inputs or len(prompts) == 1, "a prompt with other inputs is computed alone"
+    return inputs[0] if inputs else {}
+
+
+class ProcessedPrompts:
+    """The prompts with images that were processed last, at most ``max_bytes`` of them. Others are processed again."""
+
+    def __init__(self, max_bytes: int = CACHED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+
+    def find_or_process(self, key: str, process: Callable[[], list[int]]) -> list[int]:
+        """Return the prompt of a key. Without one, ``process`` makes it."""
+        prompt = self._prompts.pop(key, None) or process()
+        self._prompts[key] = prompt
+        while sum(kept.input_bytes for kept in self._prompts.values() if isinstance(kept, MediaPrompt)) > self._max_bytes:
+            self._prompts.popitem(last=False)
+        return prompt
 
 
 def has_media(prompt: Any) -> bool:
@@ -44,6 +78,7 @@ class MediaPrompts:
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
+        self._processed = ProcessedPrompts()
 
     @cached_property
     def processor(self) -> Any:
@@ -58,12 +93,14 @@ class MediaPrompts:
             raise RequestError(f"{reference!r} reads {' and '.join(inputs)}, and the prompts have images; leave the images out")
         try:
             return AutoProcessor.from_pretrained(self._source.directory)
-        except ImportError:
-            raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
+        except ImportError as error:
+            if find_spec("PIL") is None:
+                raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
+            raise RequestError(f"the processor of {reference!r} does not load: {one_line(error)}") from None
         except (OSError, ValueError) as error:
             raise RequestError(f"{reference!r} has no processor that loads ({error}); save one beside the model") from None
 
-    def tokenize(self, prompt: Any, name: str, *, chat: bool) -> MediaPrompt:
+    def tokenize(self, prompt: Any, name: str, *, chat: bool) -> list[int]:
         """Return the token ids of a prompt with images, and the model's inputs for them. ``name`` names the prompt.
 
         ``chat``: a prompt that is a text is the message of a user. Raise RequestError for a prompt of another form, or for an
@@ -72,6 +109,11 @@ class MediaPrompts:
         paths = fields.get("images", ())
         if not isinstance(paths, list | tuple) or not all(map(is_text, paths)) or ("prompt" in fields) == ("messages" in fields):
             raise RequestError(f"{name} has images, and is not of the form {FORM}")
+        key = json.dumps([chat, fields, [_file_state(path) for path in (*paths, *_paths_of_parts(fields))]], default=repr)
+        return self._processed.find_or_process(key, lambda: self._process(fields, paths, name, chat=chat))
+
+    def _process(self, fields: Mapping[str, Any], paths: Sequence[str], name: str, *, chat: bool) -> MediaPrompt:
+        """Return the token ids and the inputs of a prompt with the images of ``paths``."""
         processor = self.processor
         if "prompt" in fields and not chat:
             inputs = self._process_text(fields["prompt"], [read_image(path, name) for path in paths], name)
@@ -81,15 +123,16 @@ class MediaPrompts:
                 raise RequestError(
                     f"{self._source.reference!r} has no chat template; give a text with its marks of images instead"
                 )
-            inputs = processor.apply_chat_template(
-                _place_images(messages, list(paths), name),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-            )
-        tensors = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
-        return MediaPrompt(inputs["input_ids"][0].tolist(), tensors)
+            return self.apply_template(_place_images(messages, list(paths), name), add_generation_prompt=True)
+        return _media_prompt(inputs)
+
+    def apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> MediaPrompt:
+        """Return the token ids and the inputs of messages whose parts hold the images. ``options`` are those of transformers'
+        ``apply_chat_template``."""
+        inputs = self.processor.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_tensors="pt", **options
+        )
+        return _media_prompt(inputs)
 
     def _process_text(self, text: str, images: Sequence[Any], name: str) -> Mapping[str, Any]:
         """Return the model's inputs for a text that marks the places of its images. Raise RequestError if it marks others."""
@@ -101,6 +144,27 @@ class MediaPrompts:
             )
         inputs: Mapping[str, Any] = self.processor(text=[text], images=list(images), return_tensors="pt")
         return inputs
+
+
+def _media_prompt(inputs: Mapping[str, Any]) -> MediaPrompt:
+    tensors = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    return MediaPrompt(inputs["input_ids"][0].tolist(), tensors)
+
+
+def _paths_of_parts(fields: Mapping[str, Any]) -> list[str]:
+    """Return the paths of images in the parts of messages."""
+    contents = [message.get("content") for message in fields.get("messages") or () if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return [part["path"] for part in parts if isinstance(part, Mapping) and is_text(part.get("path"))]
+
+
+def _file_state(path: str) -> tuple[str, int, int] | None:
+    """Return what changes when a file is written, or None if there is no such file."""
+    try:
+        state = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return path, state.st_mtime_ns, state.st_size
 
 
 def read_image(path: str, name: str) -> Any:

@@ -140,6 +140,11 @@ def load_model(
     return model if where is not None else model.to(device)
 
 
+def on_model(model: Any, tensor: Any) -> Any:
+    """Return an input of a model on its device. Pixels get the dtype of the weights."""
+    return tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
+
+
 def weight_bytes(source: ModelSource, model: Any) -> int:
     """Return the bytes of the weights, which every step reads."""
     if stored_for(source) is not None:  # quantized tensors do not report their size

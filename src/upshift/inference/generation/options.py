@@ -97,7 +97,10 @@ def check_token_ids(options: Mapping[str, Any], arguments: Mapping[str, Any], vo
     for name, value in options.items():
         unknown = [token for token in _flatten(value) if not 0 <= token < vocabulary]
         if unknown and (name in arguments or name != "eos_token_id"):
-            raise RequestError(f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
+            raise RequestError(
+                f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}, as it has "
+                f"{vocabulary} tokens"
+            )
 
 
 def _flatten(value: Any) -> Iterator[int]:

@@ -32,7 +32,7 @@ class Prompts:
 
     def __init__(self, source: ModelSource, *, chat: bool = False) -> None:
         self.tokenizer = load_tokenizer(source)
-        self._media = MediaPrompts(source)
+        self.media = MediaPrompts(source)
         self.chat = chat
         self._reference = source.reference
         self._vocabulary = prompt_vocabulary(source.hf_config)
@@ -62,7 +62,7 @@ class Prompts:
 
     def _tokenize_one(self, prompt: Prompt, name: str) -> list[int]:
         if has_media(prompt):
-            return self._media.tokenize(prompt, name, chat=self.chat)
+            return self.media.tokenize(prompt, name, chat=self.chat)
         if isinstance(prompt, str) and not self.chat:
             text_ids: list[int] = self.tokenizer(prompt).input_ids
             return text_ids

@@ -10,20 +10,24 @@ from typing import Any
 
 from jinja2 import TemplateError, meta
 
-from upshift.errors import RequestError
+from upshift.errors import RequestError, UpshiftError
+from upshift.inference.generation.media import MediaPrompts, has_media
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
+from upshift.serving.engine.parts import read_pictures, write_parts
 from upshift.serving.messages import PromptEnding, TemplateOptions
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
 EFFORT = "reasoning_effort"
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # that a template raises for messages that it does not take
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer."""
+    """The chat template of a tokenizer. ``media`` has the processor of a model that reads pictures."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, media: MediaPrompts | None = None) -> None:
         self._tokenizer = tokenizer
+        self._media = media
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -89,6 +93,26 @@ class ChatTemplate:
 
         return decode
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Return whether the template writes the texts of parts alone, and would lose a content that is one text."""
+        if not self.source:
+            return False
+        texts = [self._write_probe([QUESTION]), self._write_probe(write_parts([QUESTION]))]
+        return [QUESTION["content"] in text for text in texts] == [False, True]
+
+    def _write_probe(self, messages: list[Any]) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except TEMPLATE_ERRORS:
+            return ""
+        return text
+
+    def write_tokens(self, messages: list[Any]) -> list[int]:
+        """Return the token ids of a chat that an answer follows. Raise RequestError if the template takes no such chat."""
+        ids: list[int] = self._apply(messages, None, tokenize=True, ending="answer")
+        return ids
+
     def try_write(self, messages: list[Any], tools: list[Any] | None = None, *, answers: bool = False) -> str | None:
         """Return the text of a chat, or None if the template takes no such chat. ``answers`` says that the last message is the
         answer."""
@@ -108,17 +132,21 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return what the template makes of a chat, as text or as token ids. Raise RequestError if it takes no such chat."""
+        if self.takes_parts:
+            messages = write_parts(messages)
+        options: dict[str, Any] = {
+            "tools": tools or None,
+            "add_generation_prompt": ending == "answer",
+            "continue_final_message": ending == "open",
+            **(variables or {}),
+        }
         try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                add_generation_prompt=ending == "answer",
-                continue_final_message=ending == "open",
-                tokenize=tokenize,
-                return_dict=False,
-                **(variables or {}),
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # of the template
+            if self._media is not None and has_media(messages):
+                return self._media.apply_template(read_pictures(messages), **options)
+            return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **options)
+        except UpshiftError:
+            raise
+        except TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the chat is not what the chat template of the model takes ({error}); give messages that it takes"
             ) from None

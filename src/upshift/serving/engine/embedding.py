@@ -31,6 +31,7 @@ from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
+    DescribeTokenizer,
     Detokenize,
     Embed,
     EngineRequest,
@@ -106,10 +107,10 @@ class EmbeddingWorker:
         """Return the tokenizer without the model's prompt and length."""
         return load_tokenizer(self.encoder.source)
 
-    def take(self, message: Embed | Tokenize | Detokenize | Cancel) -> list[Value]:
+    def take(self, message: Embed | Tokenize | Detokenize | DescribeTokenizer | Cancel) -> list[Value]:
         """Add a request to the queue, or cancel one. Return what is answered at once: tokens, or a refusal if too many wait, or
         if the request would wait too long."""
-        if isinstance(message, Tokenize | Detokenize):
+        if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self._plain_tokenizer, _refuse_chat, self.vocabulary)
         if isinstance(message, Cancel):
             self.waiting = deque(request for request in self.waiting if request.id != message.id)

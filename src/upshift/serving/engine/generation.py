@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_request
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
+from upshift.inference.generation.media import ProcessedPrompts, has_media
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -29,6 +30,7 @@ from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.adapter_files import keep_adapters
+from upshift.serving.engine.pictures import PictureReader
 from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
 from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
@@ -42,13 +44,14 @@ from upshift.serving.engine.reasoning import (
 )
 from upshift.serving.engine.scheduler import RequestQueue, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
-from upshift.serving.engine.tokenization import check_token_ids, token_replies
-from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call
+from upshift.serving.engine.tokenization import check_token_ids, cut_prompt, token_replies
+from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, schemas_of_tools
 from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
     ContextTooLong,
+    DescribeTokenizer,
     Detokenize,
     Done,
     Embed,
@@ -155,10 +158,10 @@ class GenerationWorker:
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._trimmed_bytes = 0  # that were resident after the heap was trimmed
-        stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
-        self._decode_text = stream_prompts.decode
-        self._stream_tokenizer = stream_prompts.tokenizer
-        self._tools = ToolTemplate(self.generator.prompts.tokenizer)
+        self._stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
+        self._tools = ToolTemplate(self.generator.prompts.tokenizer, self.generator.prompts.media)
+        self._pictures = PictureReader(self.generator, self._tools)
+        self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
@@ -172,6 +175,7 @@ class GenerationWorker:
         rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
         times = self._measure(race, prompts, rows, cache_tokens)
+        self._pictures.prove(self.scheduler.engine)
         self.seconds["proving"] = time.perf_counter() - start
         output_length = self.output_length
         self.scheduler.estimator = TtftEstimator(
@@ -272,7 +276,7 @@ class GenerationWorker:
         if isinstance(message, LoadAdapter | UnloadAdapter):
             return [self._change_adapters(message)]
         assert not isinstance(message, Embed), "the server sends them to encoders"
-        if isinstance(message, Tokenize | Detokenize):
+        if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
         refused = self.take(message)
         return [] if refused is None else [refused]
@@ -291,6 +295,7 @@ class GenerationWorker:
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         chat: Any = request.prompt
+        self._pictures.check(request)
         return self._read_chat(chat, request.tools, request.template)
 
     def take(self, message: Generate | Cancel) -> Refused | None:
@@ -304,8 +309,7 @@ class GenerationWorker:
             adapter = self._find_adapter(message.adapter)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        is_conversation = _is_chat(message.prompt)
-        ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
+        ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=_is_chat(message.prompt), top=message.top)
         ticket.prompt_top = message.prompt_top
         ticket.adapter = adapter
         refused = self.scheduler.add(ticket)
@@ -314,8 +318,8 @@ class GenerationWorker:
             reasoning = self._open_reasoning(message, sequence.prompt)
             markers = "" if calls is None else self._tools.markers
             markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
-            decode = self._tools.decoder(self._stream_tokenizer, markers) if markers else self._decode_text
-            stream = TextStream(decode, sequence.options.stop_strings)
+            decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
+            stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
             unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
             token_bytes = self._grammars.token_bytes
             self._open_requests[message.id] = OpenRequest(
@@ -356,7 +360,7 @@ class GenerationWorker:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
         if request.tools is None or self._tools.format is None:
             return None
-        return CallStream(self._tools.format, _schemas_of_tools(request.tools), request.max_calls)
+        return CallStream(self._tools.format, schemas_of_tools(request.tools), request.max_calls)
 
     def run_pass(self) -> list[NewToken]:
         """Run one pass of the engine. Return the new tokens of the open requests."""
@@ -435,7 +439,8 @@ class GenerationWorker:
     def _make_sequence(self, request: Generate) -> GeneratedSequence:
         """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
         generator = self.generator
-        ids = self._read_prompt(request)
+        self._pictures.check(request)
+        ids = cut_prompt(request, self._read_prompt(request), self.generator.longest, generator.prompts.tokenizer)
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
         if request.options.get("max_new_tokens") is None:
@@ -468,7 +473,10 @@ class GenerationWorker:
             return list(prompt)
         if isinstance(prompt, str):
             return self.generator.prompts.tokenize([prompt])[0]
-        return self._read_chat(prompt, request.tools, request.template)
+        if not has_media(prompt):
+            return self._read_chat(prompt, request.tools, request.template)
+        key = json.dumps([prompt, request.tools, request.template.to_json()])  # each choice of an answer has the same prompt
+        return self._processed.find_or_process(key, lambda: self._read_chat(prompt, request.tools, request.template))
 
     def _read_chat(self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions) -> list[int]:
         """Return the token ids of a chat."""
@@ -478,10 +486,11 @@ class GenerationWorker:
         variables = self._tools.read_variables(template, reasons=form is not None)
         messages = template_reasoning(chat, form)
         tokenizer = self.generator.prompts.tokenizer
+        has_parts = self._tools.takes_parts or has_media(messages)
 
         def read(chat: list[dict[str, Any]]) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not uses_tools and not variables and template.ending == "answer":
+            if tools is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
                 return self.generator.prompts.tokenize([chat])[0]
             return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
 
@@ -506,7 +515,7 @@ class GenerationWorker:
         """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
         if request.tools is not None and request.forced_tools:
             assert self._tools.format is not None
-            schemas = _schemas_of_tools(request.tools)
+            schemas = schemas_of_tools(request.tools)
             forced = {name: schemas[name] for name in request.forced_tools}
             return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
         if request.regex is not None:
@@ -519,10 +528,10 @@ class GenerationWorker:
 
     def _end_tokens(self, request: Generate, options: GenerationOptions) -> GenerationOptions:
         """Return the options with the tokens that end the text of this request. Raise RequestError if they are not possible."""
-        last = self.generator.vocabulary - 1
+        count = self.generator.vocabulary
         largest = max(request.stop_token_ids, default=0)
-        if largest > last:
-            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {last:,}")
+        if largest >= count:
+            raise RequestError(f"stop_token_ids has {largest}, which is no token of the model; give some of 0 to {count - 1:,}")
         if request.options.get("min_new_tokens") and options.min_new_tokens > options.new_tokens:
             raise RequestError(
                 f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "
@@ -586,10 +595,3 @@ def _is_chat(prompt: Any) -> bool:
 
 def _is_token_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
-
-
-@lru_cache(maxsize=8)  # a request needs them twice, and an agent sends the same tools again
-def _schemas_of_tools(tools: str) -> Mapping[str, Any]:
-    """Return the JSON schemas of the tools' arguments by the tools' names."""
-    functions = [tool["function"] for tool in json.loads(tools)]
-    return {function["name"]: function["parameters"] for function in functions}

@@ -134,10 +134,11 @@ class TextStream:
     """The text of one answer, up to the first stop string.
 
     ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come.
-    ``stop_string`` is the stop string that has ended the text, or None."""
+    ``shows_stop``: the text ends with the stop string. ``stop_string`` is the stop string that has ended the text, or None."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), *, shows_stop: bool = False) -> None:
         self._decode = decode
+        self._shows_stop = shows_stop
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._decoded = 0  # tokens whose text is complete
@@ -159,7 +160,7 @@ class TextStream:
         found_stops = [(offset, stop) for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
         if found_stops:
             offset, self.stop_string = min(found_stops)
-            return self._held_back[:offset]
+            return self._held_back[: offset + (len(self.stop_string) if self._shows_stop else 0)]
         held_length = 0
         if not last:
             held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from upshift.errors import RequestError
+from upshift.inference.generation.media import has_media
 
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # of a message, that people, tools or the model write
 
@@ -36,6 +37,8 @@ def read_as_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, read: Re
         _change_texts(message, find)
     if not typed:
         return read(chat)
+    if has_media(chat):  # the inputs beside its tokens, such as their kinds, are for as many tokens
+        raise RequestError(f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out")
     written_ids = set(read(chat))
     unused = [token for token, id in control_ids.items() if id not in written_ids]
     kinds = list(dict.fromkeys(typed))
@@ -59,6 +62,8 @@ def _change_texts(message: dict[str, Any], change: Callable[[str], str]) -> dict
     changed = {
         name: change(value) if name in TEXT_FIELDS and isinstance(value, str) else value for name, value in message.items()
     }
+    if isinstance(message.get("content"), list):
+        changed["content"] = [{**part, "text": change(part["text"])} if "text" in part else part for part in message["content"]]
     if message.get("tool_calls"):
         changed["tool_calls"] = [_change_call(call, change) for call in message["tool_calls"]]
     return changed

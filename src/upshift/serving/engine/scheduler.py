@@ -18,6 +18,7 @@ import numpy as np
 
 from upshift.inference.generation.batching import choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import Decoder, Prefix
+from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.messages import CONTEXT_CODE, Refused
@@ -57,6 +58,11 @@ class Ticket:
     def reserved_tokens(self) -> int:
         """Return the number of cache tokens that are reserved for the request."""
         return len(self.sequence.prompt) + self.sequence.options.new_tokens
+
+    @property
+    def has_inputs(self) -> bool:
+        """Return whether the prompt has other inputs than its tokens, so that it is computed in a pass of its own."""
+        return isinstance(self.sequence.prompt, MediaPrompt)
 
     @property
     def uncached_tokens(self) -> int:
@@ -137,13 +143,18 @@ class RequestQueue(Generic[E]):
         sequences = [live_ticket.sequence for live_ticket in self.live]
         waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
         pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
-        scoring_seconds = self.estimator.step_seconds * len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0.0
-        return scoring_seconds + self.estimator.estimate(
-            ticket.uncached_tokens + waiting_tokens + pending_tokens,
+        prompt_tokens = ticket.uncached_tokens + waiting_tokens + pending_tokens
+        steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
+        return self.estimator.step_seconds * steps + self.estimator.estimate(
+            prompt_tokens,
             free_rows=self.rows - len(self.live),
             live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
             requests_before=len(self.waiting),
         )
+
+    def _steps_beside(self, prompt_tokens: int) -> int:
+        """Return how many steps of the other rows the tokens of prompts wait for."""
+        return 0
 
     def cancel(self, id: int) -> None:
         """Remove a request from the queue, or from the rows before the next pass."""
@@ -177,6 +188,9 @@ class Scheduler(RequestQueue[Decoder]):
 
     def _count_cached(self, ticket: Ticket) -> int:
         return _length(self._find_prefix(ticket))
+
+    def _steps_beside(self, prompt_tokens: int) -> int:
+        return prompt_tokens // self.chunk_tokens if self.decoder.mixes else 0
 
     def step(self) -> list[tuple[Ticket, int]]:
         """Run one pass of the engine. Return the requests that got a new token, each with its token.
@@ -287,11 +301,11 @@ class Scheduler(RequestQueue[Decoder]):
             ticket.cached_tokens = _length(prefix)
             reserved_tokens += ticket.reserved_tokens
             fits_cache = self.cache_tokens is None or reserved_tokens <= self.cache_tokens
-            fits_pass = token_budget > 0
-            if not mixes:
-                fits_pass = not admitted or (
-                    token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
-                )
+            fits_pass = token_budget > 0 or not (mixes or admitted)
+            if not mixes and admitted:
+                is_alone = ticket.has_inputs or admitted[0].ticket.has_inputs
+                is_beside = token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
+                fits_pass = is_beside and not is_alone
             if not (fits_cache and fits_pass):
                 break
             token_budget -= ticket.uncached_tokens
@@ -338,8 +352,9 @@ def _states(prefix: Prefix | None) -> Any:
 
 
 SMOOTHING = 0.9  # share of the old value when a new pass is measured
-RECENT_REQUESTS = 64  # for the mean answer length and for the correction
-CORRECTION_QUANTILE = 0.9  # of the ratios of real to estimated times
+RECENT_REQUESTS = 256  # for the mean answer length and for the correction
+MIN_RATIOS = 16  # until so many first tokens have come, estimates are not corrected
+CORRECTION_QUANTILE = 0.98  # of the ratios of real to estimated times
 MIN_CORRECTION = 0.5
 MAX_CORRECTION = 4.0
 
@@ -348,8 +363,7 @@ class TtftEstimator:
     """An estimate of how long a new request would wait for its first token, from the times of the engine's passes.
 
     Passes are measured as they run: prompts by their tokens, steps by their rows. Each estimate is compared with the real
-    time. The next estimate is multiplied by a correction, with which nine in ten recent estimates would have been long
-    enough."""
+    time. The next estimate is multiplied by a correction, with which 98 of 100 recent estimates would have been long enough."""
 
     def __init__(self, *, token_seconds: float, step_seconds: float, output_length: float) -> None:
         """Start from the values that the race or the warm-up measured.
@@ -377,7 +391,7 @@ class TtftEstimator:
     @property
     def correction(self) -> float:
         """Return the factor for the next estimate. It is 1 until enough first tokens have come."""
-        if len(self._ratios) < RECENT_REQUESTS // 4:
+        if len(self._ratios) < MIN_RATIOS:
             return 1.0
         ordered = sorted(self._ratios)
         quantile = ordered[int(CORRECTION_QUANTILE * (len(ordered) - 1))]
@@ -403,9 +417,9 @@ class TtftEstimator:
 
     def _remaining_steps(self, tokens: int, tokens_left: int) -> float:
         """Return the expected number of further tokens of a sequence, from the recent answers that were longer than
-        the sequence is now."""
+        the sequence is now. One that is longer than all of them is expected to double."""
         longer = [length for length in self._answer_lengths if length > tokens]
-        return min(fmean(longer) - tokens if longer else 1.0, tokens_left)
+        return min(fmean(longer) - tokens if longer else max(tokens, 1.0), tokens_left)
 
 
 def smooth(old: float, measured: float) -> float:

@@ -3,11 +3,13 @@ length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.serving.messages import DecodedText, Detokenize, Refused, Tokenize, Tokens
+from upshift.inference.generation.media import has_media
+from upshift.serving.messages import DecodedText, DescribeTokenizer, Detokenize, Generate, Refused, Tokenize, Tokens
 from upshift.value import Value
 
 TOKENS_PER_MESSAGE = 2048
@@ -15,17 +17,18 @@ CHARACTERS_PER_MESSAGE = 2**15
 
 
 def token_replies(
-    request: Tokenize | Detokenize, tokenizer: Any, read_chat: Callable[[Tokenize], list[int]], vocabulary: int | None
+    request: Tokenize | Detokenize | DescribeTokenizer,
+    tokenizer: Any,
+    read_chat: Callable[[Tokenize], list[int]],
+    vocabulary: int | None,
 ) -> list[Value]:
     """Return the messages that answer a request, or its refusal. ``read_chat`` returns the token ids of a chat."""
     try:
+        if isinstance(request, DescribeTokenizer):
+            return _text_replies(request.id, json.dumps(describe_tokenizer(tokenizer)))
         if isinstance(request, Detokenize):
             check_token_ids(request.tokens, vocabulary)
-            text: str = tokenizer.decode(list(request.tokens), skip_special_tokens=False)
-            return [
-                DecodedText(id=request.id, text=text[start:end], last=end >= len(text))
-                for start, end in _spans(len(text), CHARACTERS_PER_MESSAGE)
-            ]
+            return _text_replies(request.id, tokenizer.decode(list(request.tokens), skip_special_tokens=False))
         if isinstance(request.prompt, str):
             ids: Sequence[int] = tokenizer(request.prompt, add_special_tokens=request.add_special_tokens).input_ids
         else:
@@ -37,6 +40,51 @@ def token_replies(
         Tokens(id=request.id, ids=tuple(ids[start:end]), texts=tuple(texts[start:end]), last=end >= len(ids))
         for start, end in _spans(len(ids), TOKENS_PER_MESSAGE)
     ]
+
+
+def _text_replies(id: int, text: str) -> list[Value]:
+    return [
+        DecodedText(id=id, text=text[start:end], last=end >= len(text))
+        for start, end in _spans(len(text), CHARACTERS_PER_MESSAGE)
+    ]
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return the settings of a tokenizer as its file tokenizer_config.json has them, without paths, in vLLM's form."""
+    paths = ("vocab_file", "merges_file", "name_or_path", "tokenizer_file")
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name not in paths}
+    template = {"chat_template": tokenizer.get_chat_template()} if tokenizer.chat_template else {}
+    described = {**settings, **tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__, **template}
+    simple: dict[str, Any] = _without_objects(described)
+    return simple
+
+
+def _without_objects(value: Any) -> Any:
+    """Return a value whose tokens are texts, and which JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(name): _without_objects(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_objects(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "content", str(value))
+
+
+def cut_prompt(request: Generate, ids: list[int], positions: int | None, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt, cut as the request says. ``positions`` are those of the model, None if unknown.
+
+    Raise RequestError if that is not possible."""
+    count = request.max_prompt_tokens
+    if count == -1:
+        count = len(ids) if positions is None else positions - 1
+    if count is None or len(ids) <= count:
+        return ids
+    if count < 1 or has_media(request.prompt):
+        raise RequestError(
+            "truncate_prompt_tokens leaves nothing of the prompt, or would cut a picture; give more, or leave it out"
+        )
+    side = request.truncation_side or tokenizer.truncation_side
+    return ids[-count:] if side == "left" else ids[:count]
 
 
 def check_token_ids(ids: Iterable[int], vocabulary: int | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -476,3 +476,10 @@ def partial_length(text: str, marker: str) -> int:
     """Return how many of the text's last characters may be the beginning of ``marker``."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+@lru_cache(maxsize=8)  # a request needs them twice, and an agent sends the same tools again
+def schemas_of_tools(tools: str) -> Mapping[str, Any]:
+    """Return the JSON schemas of the tools' arguments by the tools' names."""
+    functions = [tool["function"] for tool in json.loads(tools)]
+    return {function["name"]: function["parameters"] for function in functions}

@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 from upshift.errors import RequestError
 from upshift.serving.adapter_files import find_base, read_adapter_folder
 from upshift.serving.messages import LoadAdapter, UnloadAdapter
-from upshift.serving.openai_requests import CheckedBody
+from upshift.serving.protocols.chat_messages import CheckedBody
 
 AdapterName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 

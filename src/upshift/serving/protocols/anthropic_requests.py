@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from upshift.errors import RequestError
-from upshift.serving.openai_requests import MAX_STOPS, MAX_TOOLS, NOT_KEPT, Body, ChatRequest, CheckedBody, Stop, ToolName
+from upshift.serving.openai_requests import MAX_STOPS, MAX_TOOLS, ChatRequest, Stop
+from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, CheckedBody, ToolName
 from upshift.serving.protocols.responses_requests import read_chat
 
 TURN_BORDER = "\n\n"  # between the texts of messages that follow each other with the same role
@@ -33,6 +34,21 @@ class TextBlock(Block):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] = []
+
+
+class PictureSource(Body):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class PictureBlock(Block):
+    type: Literal["image"]
+    source: PictureSource
+
+    def to_part(self) -> dict[str, Any]:
+        """Return the picture as a part of a message in OpenAI's form."""
+        return {"type": "image_url", "image_url": {"url": f"data:{self.source.media_type};base64,{self.source.data}"}}
 
 
 class ThinkingBlock(Block):
@@ -61,7 +77,7 @@ class ToolResultBlock(Block):
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | PictureBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
 
 
@@ -220,15 +236,35 @@ def _other_messages(role: str, turns: list[list[Any]]) -> list[dict[str, Any]]:
     for turn in turns:
         for kind, group in groupby(turn, key=type):
             blocks = list(group)
+            is_next = bool(messages) and messages[-1]["role"] == role
             if kind is ToolResultBlock and role == "user":
                 messages += [_result_message(block) for block in blocks]
+            elif kind is PictureBlock and role == "user":
+                pictures = [block.to_part() for block in blocks]
+                messages[-1:] = [_add_parts(messages[-1], pictures)] if is_next else [*messages[-1:], _user_message(pictures)]
             elif kind is not TextBlock:
                 raise RequestError(f"a message of the {role} has a block of the type {blocks[0].type}, which it cannot have")
-            elif messages and messages[-1]["role"] == role:
+            elif is_next and isinstance(messages[-1]["content"], list):
+                messages[-1] = _add_parts(messages[-1], [_text_part(_join_texts(blocks))])
+            elif is_next:
                 messages[-1]["content"] += TURN_BORDER + _join_texts(blocks)
             else:
                 messages.append({"role": role, "content": _join_texts(blocks)})
     return messages
+
+
+def _user_message(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": parts}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _add_parts(message: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a message with more parts. A content that is one text becomes the first part."""
+    content = message["content"]
+    return {**message, "content": [*([_text_part(content)] if isinstance(content, str) else content), *parts]}
 
 
 def _result_message(block: ToolResultBlock) -> dict[str, Any]:

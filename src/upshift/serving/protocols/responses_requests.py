@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, ValidationError
 
 from upshift.errors import RequestError
-from upshift.serving.openai_requests import (
-    ANY_OBJECT,
-    MAX_TOOLS,
-    NOT_KEPT,
-    Body,
-    ChatRequest,
-    Effort,
-    RequestBody,
-    StreamOptions,
-    ToolName,
-)
+from upshift.serving.openai_requests import ANY_OBJECT, MAX_TOOLS, ChatRequest, Effort, RequestBody, StreamOptions
+from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, ToolName
+from upshift.serving.refusals import refusal_of_problems
 
 MAX_STORED = 1024  # responses in memory
 MAX_STORED_CHARACTERS = 64 * 2**20  # of all of them together
@@ -33,10 +26,16 @@ class ContentPart(Body):
     logprobs: list[Any] = []
 
 
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="taken; the model's processor decides on the size")
+
+
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | list[Annotated[ContentPart | InputImage, Field(discriminator="type")]]
     id: str | None = None
     status: Status | None = None
 
@@ -166,9 +165,7 @@ def read_chat(body: dict[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
-        problem = error.errors(include_input=False, include_url=False)[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise RequestError(f"{field or 'the body'}: {problem['msg']}") from None
+        raise RequestError(refusal_of_problems(error.errors()).message) from None
 
 
 def messages_of_items(items: list[Item]) -> list[dict[str, Any]]:
@@ -181,7 +178,7 @@ def messages_of_items(items: list[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, ResultItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join_parts(item.output)})
         elif isinstance(item, MessageItem):
-            messages.append({"role": item.role, "content": _join_parts(item.content)})
+            messages.append({"role": item.role, "content": _chat_content(item.content)})
         else:
             if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 messages.append({"role": "assistant", "content": None})
@@ -192,6 +189,20 @@ def messages_of_items(items: list[Item]) -> list[dict[str, Any]]:
             messages[-1]["reasoning_content"] = reasoning
             reasoning = ""
     return messages
+
+
+def _chat_content(content: str | Sequence[ContentPart | InputImage]) -> str | list[dict[str, Any]]:
+    """Return a content as one text, or as parts of a chat if it has pictures."""
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(part, InputImage) for part in content):
+        return "".join(part.text for part in content if isinstance(part, ContentPart))
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
 
 
 def _join_parts(content: str | list[ContentPart]) -> str:

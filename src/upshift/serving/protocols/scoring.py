@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import Embed
-from upshift.serving.openai_requests import MAX_INPUTS, NOT_KEPT, Body, CheckedBody
+from upshift.serving.openai_requests import MAX_INPUTS
+from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, CheckedBody
 from upshift.serving.protocols.tokenize import MODEL, NAMED_MODEL
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]

@@ -10,7 +10,8 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import TemplateOptions, Tokenize
-from upshift.serving.openai_requests import MAX_TOOLS, CheckedBody, Message, TokenId, Tool, check_calls, prompt_ending
+from upshift.serving.openai_requests import MAX_TOOLS, TokenId
+from upshift.serving.protocols.chat_messages import CheckedBody, Message, Tool, check_calls, prompt_ending
 
 MODEL = "one of GET /v1/models; may be left out if there is one"
 

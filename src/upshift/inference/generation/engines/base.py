@@ -107,7 +107,8 @@ class DecoderBuild(NamedTuple):
 
     ``folder`` holds the engine's own files between runs. ``where`` places the weights of a decoder that runs partly from
     the disk. ``serves``: an engine of whole requests gives log-probabilities and holds texts to a form, as a server needs.
-    ``adapters``: the folders of the LoRA adapters that requests may name."""
+    ``adapters``: the folders of the LoRA adapters that requests may name. ``model``: the model as another decoder in the same
+    precision on the same device has loaded it, for the engine torch."""
 
     source: ModelSource
     setup: EngineSetup
@@ -115,6 +116,7 @@ class DecoderBuild(NamedTuple):
     where: PlacementOptions | None = None
     serves: bool = False
     adapters: tuple[str, ...] = ()
+    model: Any = None
 
 
 class Padding:

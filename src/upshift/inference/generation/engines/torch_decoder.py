@@ -4,7 +4,7 @@ encoder-decoders, or with compiled layers."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, NoMixing, Padding, Prefix
-from upshift.inference.generation.model import full_cache, load_model, weight_bytes
+from upshift.inference.generation.media import other_inputs
+from upshift.inference.generation.model import full_cache, load_model, on_model, weight_bytes
 from upshift.inference.generation.prefix import Remainder, remaining_tokens
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import COMPILE_SHAPE, inference_settings, layers_to_compile
@@ -26,6 +27,8 @@ from upshift.models.kv_cache import (
     select_rows,
     states_cache,
 )
+
+POSITION_SHIFT = "rope_deltas"  # transformers' name
 
 
 class TorchDecoder(NoMixing):
@@ -50,6 +53,8 @@ class TorchDecoder(NoMixing):
         return full_cache()
 
     def load(self, build: DecoderBuild) -> Any:
+        if build.model is not None:
+            return build.model
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
@@ -124,11 +129,11 @@ class TorchDecoder(NoMixing):
             return self._to_numpy(logits if last else logits[:, -1])
 
     def _logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any, *, last: int = 1
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None, cache: Any, *, last: int = 1
     ) -> torch.Tensor:
-        """Return the logits of the last tokens of each row, [R, last, V]."""
+        """Return the logits of the last tokens of each row, [R, last, V]. Without positions, the model counts them."""
         arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": last}
-        accepted = {name: value for name, value in arguments.items() if name in self._parameters}
+        accepted = {name: value for name, value in arguments.items() if name in self._parameters and value is not None}
         logits: torch.Tensor = self.model(
             **accepted, **{self._cache_argument: cache}, use_cache=True, **self.pass_arguments
         ).logits
@@ -141,7 +146,7 @@ class TorchDecoder(NoMixing):
 
 
 class TorchStatesDecoder(TorchDecoder):
-    """A model whose layers keep states of a fixed size, or keys and values, or both.
+    """A model whose layers keep states of a fixed size, or keys and values, or both. Or one that reads images beside text.
 
     A state holds all tokens of its row, so no row starts from the beginning of another one, and none drops its last tokens. A
     prompt is one pass, because not every model continues a state with several tokens."""
@@ -149,14 +154,23 @@ class TorchStatesDecoder(TorchDecoder):
     extends = False
     prefixes = False
 
+    def __init__(self, build: DecoderBuild) -> None:
+        super().__init__(build)
+        # In some models an image takes fewer positions than tokens. The part that counts them has the difference afterwards.
+        self._counter = next((module for module in self.model.modules() if hasattr(module, POSITION_SHIFT)), None)
+        self._counts_positions = False  # whether the model itself counts those of the pass
+        self._shifts = np.zeros(0, dtype=np.int64)  # of the positions of each row's next tokens
+
     def empty_cache(self) -> Any:
         return states_cache(self.model.config)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
         remainder = remaining_tokens(prompts, 0)
         cache = self.empty_cache()
-        logits = self._run(remainder.ids, remainder.mask, remainder.positions, cache)
+        logits = self._compute_inputs(remainder, other_inputs(prompts), cache)
         check_cache_filled(self.model, cache)
+        shift = None if self._counter is None else getattr(self._counter, POSITION_SHIFT)
+        self._shifts = np.append(self._shifts, np.full(len(prompts), 0 if shift is None else int(shift)))
         if self.padding.rows:
             dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
             join_rows(self.cache, cache, dropped=dropped, present_padding=present_padding, new_padding=new_padding)
@@ -165,17 +179,37 @@ class TorchStatesDecoder(TorchDecoder):
             self.cache = cache
         return logits
 
+    def _compute_inputs(self, remainder: Remainder, inputs: Mapping[str, torch.Tensor], cache: Any) -> np.ndarray:
+        """Compute whole prompts, and the model's other inputs of a prompt that has some. Return the logits after the last tokens,
+        [N, V]."""
+        if self._counter is not None:
+            setattr(self._counter, POSITION_SHIFT, None)
+        earlier_arguments = self.pass_arguments
+        self.pass_arguments = earlier_arguments | {name: on_model(self.model, tensor) for name, tensor in inputs.items()}
+        self._counts_positions = bool(inputs) and self._counter is not None
+        try:
+            return self._run(remainder.ids, remainder.mask, remainder.positions, cache)
+        finally:
+            self.pass_arguments = earlier_arguments
+            self._counts_positions = False
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        positions = self.padding.step() + self._shifts[:, None]
+        return self._run(tokens[:, None], self.padding.mask, positions, self.cache)
+
     def keep(self, rows: list[int]) -> None:
         self.padding.keep(rows)
+        self._shifts = self._shifts[rows]
         if rows:
             select_rows(self.cache, torch.tensor(rows, device=self.model.device))
         else:
             self.cache = self.empty_cache()
 
     def _logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any, *, last: int = 1
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None, cache: Any, *, last: int = 1
     ) -> torch.Tensor:
-        return super()._logits(ids, mask_of_pass(cache, mask, ids.shape[1]), positions, cache, last=last)
+        mask = mask_of_pass(cache, mask, ids.shape[1])
+        return super()._logits(ids, mask, None if self._counts_positions else positions, cache, last=last)
 
 
 def _prefix_of(cache: Any, row: int, length: int) -> Prefix:

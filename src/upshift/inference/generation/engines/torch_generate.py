@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension
-from upshift.inference.generation.media import MediaPrompt
-from upshift.inference.generation.model import load_model, weight_bytes
+from upshift.inference.generation.media import other_inputs
+from upshift.inference.generation.model import load_model, on_model, weight_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import inference_settings
@@ -86,7 +86,9 @@ class TransformersDecoder(NoExtension):
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
+        self.model = build.model
+        if self.model is None:
+            self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._pad = padding_of(self.model.config.get_text_config(decoder=True)) or 0  # some models find padding by its id
         self._options = _plain_options(self.model, self._pad)
@@ -98,22 +100,17 @@ class TransformersDecoder(NoExtension):
         """Add rows to an engine that has none. A prompt with other inputs is the only row."""
         is_decoder = not self.model.config.is_encoder_decoder
         ids, mask = padded_rows(prompts, pad=self._pad, left=is_decoder)
-        arguments = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), **_other_inputs(prompts)}
+        arguments = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), **other_inputs(prompts)}
 
         def generate(loop: GenerateLoop) -> None:
             with inference_settings(self.setup):
-                on_device = {name: self._convert(tensor) for name, tensor in arguments.items()}
+                on_device = {name: on_model(self.model, tensor) for name, tensor in arguments.items()}
                 self.model.generate(**on_device, generation_config=self._options, logits_processor=LogitsProcessorList([loop]))
 
         self._loop = GenerateLoop()
         self._width = len(prompts)
         self._rows = list(range(len(prompts)))
         return self._loop.start(generate)
-
-    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the model's device. Pixels get the dtype of the weights."""
-        dtype = self.model.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.model.device, dtype)
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         assert self._loop is not None, "there is no row"
@@ -126,12 +123,6 @@ class TransformersDecoder(NoExtension):
         if not rows and self._loop is not None:
             self._loop.stop()
             self._loop = None
-
-
-def _other_inputs(prompts: Sequence[Sequence[int]]) -> Mapping[str, torch.Tensor]:
-    inputs = [prompt.inputs for prompt in prompts if isinstance(prompt, MediaPrompt)]
-    assert not inputs or len(prompts) == 1, "a prompt with other inputs is computed alone"
-    return inputs[0] if inputs else {}
 
 
 def _plain_options(model: Any, pad: int) -> GenerationConfig:
