@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
-from upshift.cli import generate_xla, tables
+from upshift.cli import generate_speech, generate_xla, tables
 from upshift.cli.options import (
     Engine,
     EnginePython,
@@ -46,7 +46,8 @@ BATCH_ROWS = 32  # answers that are computed at once
 Prompts = Annotated[
     Path | None,
     option(
-        "--prompts", text="The prompts: a .txt file with one prompt in each line, or a .jsonl file. Needs --output.",
+        "--prompts",
+        text="The prompts: a .txt file with one prompt in each line, a .jsonl file, or a folder of sounds. Needs --output.",
         panel=Panel.TEXT, metavar="PATH",
     ),
 ]  # fmt: skip
@@ -136,6 +137,10 @@ def command(
     wait_briefly()
     if form == BATCH_FORM:
         _check_batch_options(given)
+    if prompts is not None and generate_speech.holds_sounds(prompts):
+        generate_speech.refuse_options(given)
+        generate_speech.transcribe(model, prompts, output, max_new_tokens=max_new_tokens, overwrite=overwrite, as_json=as_json)
+        return
     _check_files(prompt, prompts, output, overwrite=overwrite)
     flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
     generation_options = _merge_options(options or [], flags)
