@@ -124,6 +124,7 @@ def test_what_cannot_be_written_down_is_refused(whisper: Path, sounds: Path, ups
     prompts = ("--prompts", str(sounds))
     refused(*prompts, expected="add --output FILE.jsonl")
     refused(*prompts, *output, "--engine", "torch", expected="--engine is for prompts of text")
+    refused(*prompts, *output, "--seed", "0", expected="--seed is for prompts of text")
     refused(*prompts, *output, "--set", "top_k=3", expected="--set is for prompts of text")
     refused("--prompt", "hello", expected='{"audio": "a.wav"}')
     (tmp_path / "mixed.jsonl").write_text(f'{{"audio": "{sounds / "0.wav"}"}}\n{{"text": "a"}}\n')
