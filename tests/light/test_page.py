@@ -235,3 +235,14 @@ def test_importing_the_page_loads_no_heavy_library() -> None:
     code = "import sys, upshift.reports.run.page; print([m for m in ('torch', 'plotly', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
+
+
+@pytest.mark.parametrize("limit", [3.0, 200.0])
+def test_the_axis_ends_where_plans_end(limit: float) -> None:
+    """A limit near the plans is a line in the picture. One far from all of them is named at the edge, and stretches no axis."""
+    plans = [Candidate(label=str(size), tokens_per_second=100.0 * size, peak_gib=float(size)) for size in (1, 2)]
+    drawing = candidate_plot(plans, limit_gib=limit).figure["layout"]
+    is_near = limit < 10
+    assert bool(drawing.get("shapes")) is is_near and ("type" in drawing["xaxis"]) is False
+    (note,) = drawing["annotations"]
+    assert f"{limit:.2f} GiB" in note["text"] and ("further right" in note["text"]) is not is_near

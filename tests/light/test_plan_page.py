@@ -192,7 +192,9 @@ def test_one_device_has_no_schedule() -> None:
     alone = made_up_planning(on="1xh200", global_batch=2)
     found = Elements(plan_page_html(alone, model="some/model"))
     assert set(json.loads(found.scripts[0])) == PLOTS - {"plot-schedule"}
-    assert "there is no schedule to draw" in found.words
+    sections = [attributes["id"] for tag, attributes in found.elements if tag == "section"]
+    assert "schedule" not in sections and "#schedule" not in [one.get("href") for _, one in found.elements]
+    assert sections == ["request", "plans", "step", "family", "reasons"]  # and nothing was rejected
 
 
 def test_images_are_counted_as_images(capsys: pytest.CaptureFixture[str]) -> None:

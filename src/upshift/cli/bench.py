@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from upshift.cli import tables
@@ -180,15 +181,21 @@ def compare(
 
 
 def _print_comparison(comparison: Any) -> None:
+    for letter, contender in (("A", comparison.a), ("B", comparison.b)):  # no cell: a command is long, and a person copies it
+        tables.out.print(f"{letter}: {contender.label}", highlight=False, soft_wrap=True)
+    tables.out.print(_comparison_table(comparison))
+    tables.out.print(str(comparison), highlight=False, soft_wrap=True)
+
+
+def _comparison_table(comparison: Any) -> Table:
     has_results = comparison.a.result and comparison.b.result
     columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if has_results else []))
-    table = tables.new_table("", "", "command", numbers=columns)
+    table = tables.new_table("", "", numbers=columns)
     for letter, contender in (("A", comparison.a), ("B", comparison.b)):
         times = (contender.seconds.p20, contender.seconds.p50, contender.seconds.p80, contender.cpu_seconds.p50)
         result = [f"{contender.result.p50:g}"] if "result" in columns and contender.result else []
-        table.add_row(letter, contender.label, *(f"{value:.3f}" for value in times), tables.gib(contender.resident_gib), *result)
-    tables.out.print(table)
-    tables.out.print(str(comparison), highlight=False, soft_wrap=True)
+        table.add_row(letter, *(f"{value:.3f}" for value in times), tables.gib(contender.resident_gib), *result)
+    return table
 
 
 @app.command("report", cls=HelpCommand, epilog="upshift bench report --html claims.html")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +30,7 @@ def command(
     """Plan, train for about two minutes, generate text and write a report, all on this machine. Needs no data."""
     with importing():
         from upshift.reports.run.demo import write_demo_page
-        from upshift.training.demo import Timing, prepare_demo, run_demo
+        from upshift.training.demo import Timing, prepare_demo, run_demo, write_prompts
 
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -49,6 +53,41 @@ def command(
     _print_result(result)
     page = write_demo_page(result, output / "report.html")
     tables.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
+    write_prompts(output / "prompts.txt")
+    print_next_commands(next_commands(output))
+
+
+def next_commands(folder: Path) -> list[tuple[str, str]]:
+    """Return three commands that use what the demo wrote into ``folder``, each with what it does."""
+    model = ["--sequence-length", "128", "--global-batch", "8"]
+    trained = str(folder / "trained")
+    lines = {
+        "let the model write": [
+            "generate", trained, "--prompts", str(folder / "prompts.txt"), "--output", str(folder / "answers.jsonl"),
+        ],
+        "train it further": [
+            "train", trained, "--data", str(folder / "text"), *model, "--max-steps", "50", "-o", str(folder / "longer"),
+        ],
+        "ask about another machine": ["plan", trained, "--train", "--on", "rtx-4090", *model],
+    }  # fmt: skip
+    return [(purpose, shlex.join([*program_words(), *words])) for purpose, words in lines.items()]
+
+
+def program_words() -> list[str]:
+    """Return the words that start this program in the user's shell: its name, or its path if the shell does not find it."""
+    if shutil.which("upshift"):
+        return ["upshift"]
+    script = Path(sys.executable).with_name("upshift")
+    if not script.is_file():
+        return [sys.executable, "-m", "upshift"]
+    return [os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)]
+
+
+def print_next_commands(commands: list[tuple[str, str]]) -> None:
+    """Print each command on a line of its own, which is not broken: a person copies it."""
+    tables.out.print("Next, copy one of these lines:", style="bold")
+    for purpose, line in commands:
+        tables.out.print(f"{line}  # {purpose}", soft_wrap=True, highlight=False)
 
 
 def _print_result(result: Any) -> None:

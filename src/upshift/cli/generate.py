@@ -36,6 +36,7 @@ from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
+from upshift.inference.resumable_output import parse_object
 from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
@@ -46,7 +47,8 @@ BATCH_ROWS = 32  # answers that are computed at once
 Prompts = Annotated[
     Path | None,
     option(
-        "--prompts", text="The prompts: a .txt file with one prompt in each line, or a .jsonl file. Needs --output.",
+        "--prompts",
+        text="The prompts: a .txt file with one prompt in each line, a .jsonl file, or a folder of sounds. Needs --output.",
         panel=Panel.TEXT, metavar="PATH",
     ),
 ]  # fmt: skip
@@ -102,6 +104,10 @@ NOT_OF_BATCHES = {  # the parameters that a batch of requests does not take
     "backend": "--backend",
 }  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
+SOUND_BLOCK = 32  # sounds between two records of the progress
+TAKEN_BY_SOUNDS = ("model", "prompts", "output", "max_new_tokens", "overwrite", "as_json")
+UNSET: tuple[Any, ...] = ([], "plain", "exact", "race")  # the defaults of the other parameters, beside None and False
+UNLIKE_FLAGS = {"options": "--set", "form": "--format", "engine_settings": "--engine-set", "on_ray": "--ray"}
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
 
 
@@ -134,9 +140,10 @@ def command(
     """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
     given = dict(locals())
     wait_briefly()
-    if form == BATCH_FORM:
-        _check_batch_options(given)
-    _check_files(prompt, prompts, output, overwrite=overwrite)
+    if prompts is not None and _holds_sounds(prompts):
+        _transcribe(given)
+        return
+    _check_request(given)
     flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
     generation_options = _merge_options(options or [], flags)
     race_options = {
@@ -155,8 +162,6 @@ def command(
             model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=generation_options, as_json=as_json
         )
         return
-    if prompt is not None:
-        refuse_workers(workers, "--prompt is one text")
     arguments = _generator_arguments(model, race_options, chat=chat)
     generator, generation = _prepare(arguments, generation_options)
     if prompt is not None:
@@ -165,6 +170,85 @@ def command(
     assert prompts is not None and output is not None
     with generation_workers(generator, workers, arguments) as pool:
         _generate_file(generator, prompts, output, generation, pool, as_json=as_json)
+
+
+def _holds_sounds(prompts: Path) -> bool:
+    """Return whether the prompts are a folder, or JSON lines whose first line names a sound and no prompt."""
+    if prompts.is_dir():
+        return True
+    if prompts.suffix != ".jsonl" or not prompts.is_file():
+        return False
+    with prompts.open(encoding="utf-8-sig", errors="replace") as file:
+        record = parse_object(file.readline())
+    return record is not None and "audio" in record and not {"prompt", "messages"} & set(record)
+
+
+def _refuse_for_sounds(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for an option that is set and that sounds do not have. ``given``: the command's parameters."""
+    for name, value in given.items():
+        if name not in TAKEN_BY_SOUNDS and value is not None and value is not False and value not in UNSET:
+            flag = UNLIKE_FLAGS.get(name, f"--{name.replace('_', '-')}")
+            raise RequestError(f"{flag} is for prompts of text, and --prompts {given['prompts']} has sounds; leave it out")
+
+
+def _transcribe(given: Mapping[str, Any]) -> None:
+    """Write one JSON line for each sound, and go on with those of an earlier, interrupted run.
+
+    ``given``: the command's parameters. Bad files are refused before the model is loaded."""
+    _refuse_for_sounds(given)
+    model, prompts, output = given["model"], given["prompts"], given["output"]
+    max_new_tokens = given["max_new_tokens"]
+    from upshift.inference.media.files import check_media, read_media
+    from upshift.inference.resumable_output import UnfinishedLines, check_output, output_identity
+    from upshift.inference.weights import files_identity, find_weights
+
+    if output is None:
+        raise RequestError(f"--prompts {prompts} has sounds, and no --output; add --output FILE.jsonl")
+    check_output(output, (".jsonl",), prompts, overwrite=given["overwrite"])
+    items = read_media(prompts, option="--prompts")
+    check_media(items)
+    find_weights(model)
+    with importing():
+        from upshift.inference.media.speech import Transcriber
+
+    with tables.step("Reading the model"):
+        transcriber = Transcriber(model, max_new_tokens=max_new_tokens)
+        transcriber.check(items)
+    files = files_identity(Path(item.content) for item in items)
+    inputs = prompts if prompts.is_file() else Path(items[0].content)
+    identity = output_identity(inputs, transcriber.source, files, repr(max_new_tokens))
+    start = time.perf_counter()
+    seconds_of_sound = 0.0
+    with closing(UnfinishedLines(output, len(items), identity)) as lines, tables.bar("Transcribing") as update:
+        num_resumed = lines.done
+        for begin in range(num_resumed, len(items), SOUND_BLOCK):
+            update(begin, len(items))
+            block = items[begin : begin + SOUND_BLOCK]
+            transcripts = list(transcriber.transcribe(block))
+            seconds_of_sound += sum(transcript.seconds for transcript in transcripts)
+            lines.add(
+                {"audio": item.content, "text": found.text, "tokens": len(found.tokens), "seconds": round(found.seconds, 3)}
+                for item, found in zip(block, transcripts, strict=True)
+            )
+        lines.finish()
+    seconds = time.perf_counter() - start
+    num_now = len(items) - num_resumed
+    if given["as_json"]:
+        document = {"sounds": len(items), "transcribed": num_now, "seconds": seconds, "output": str(output)}
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    rate = f", {seconds_of_sound / seconds:,.1f} s of sound a second" if num_now else ""
+    tables.out.print(f"{len(items):,} texts in {output} ({num_now:,} now{rate})", soft_wrap=True)
+
+
+def _check_request(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for options that do not go together, or files that cannot be used. ``given``: the command's
+    parameters."""
+    if given["form"] == BATCH_FORM:
+        _check_batch_options(given)
+    _check_files(given["prompt"], given["prompts"], given["output"], overwrite=given["overwrite"])
+    if given["prompt"] is not None:
+        refuse_workers(WorkerOptions(given["replicas"], given["on_ray"]), "--prompt is one text")
 
 
 def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, *, overwrite: bool) -> None:

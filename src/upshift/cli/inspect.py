@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated
+
+from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.options import Json, MaxMemory, Model, SequenceLength, option
@@ -48,13 +50,17 @@ def show_placement(
 
 
 def _print_placement(placement: Placement) -> None:
-    table = tables.new_table("Where it goes", "device", "part", "why", numbers=("size",))
-    for device, names, size, reason in _rows(placement):
-        table.add_row(device, names, reason, format_bytes(size))
-    tables.out.print(table)
+    tables.out.print(_placement_table(_rows(placement)))
     tables.out.print(_memory_table(placement))
     for line in _cost_lines(placement):
         tables.out.print(line, highlight=False)
+
+
+def _placement_table(rows: Iterable[tuple[str, str, int, str]]) -> Table:
+    table = tables.new_table("Where it goes", "device", "part", "why", numbers=("size",))
+    for device, names, size, reason in rows:
+        table.add_row(device, names, reason, format_bytes(size))
+    return table
 
 
 def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:

@@ -111,8 +111,11 @@ def command(
         sys.stdout.write(report.to_json() + "\n")
         return
     tables.out.print(_table(report))
+    for phase in report.phases:
+        statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(phase.statuses.items()))
+        tables.out.print(f"Statuses at {phase.rate:g} requests/s: {statuses or 'none'}", highlight=False)
     if report.capacity is not None:
-        dim(f"The server proved {report.capacity:.2f} requests/s of the lengths that it expects when it started")
+        dim(f"When the server started, it measured that it can answer {report.capacity:.2f} requests/s of the lengths it expects")
 
 
 def _read_rates(text: str) -> tuple[float, ...]:
@@ -139,20 +142,24 @@ def _read_prompts(path: Path | None) -> tuple[str, ...]:
 
 
 def _table(report: Any) -> Table:
-    """Return a row for each rate. first: time to the first token; token: time of each further one, the mean of an answer."""
-    columns = ("asked/s", "answered/s", "tokens/s", "first p50", "p95", "p99", "token p50", "p95", "in promise", "statuses")
-    table = tables.new_table("", *columns)
+    """Return a row for each rate. It has a column of answers within the promise if the server promises a time."""
+    is_promised = any(phase.within_promise is not None for phase in report.phases)
+    times = ("TTFT\np50", "TTFT\np95", "TTFT\np99", "token\np50", "token\np95")
+    table = tables.new_table("", numbers=("sent\nper s", "answered\nper s", "tokens\nper s", *times))
+    table.padding = (0, 0)
+    if is_promised:
+        table.add_column("in\npromise", justify="right")
+    table.caption = "Times in ms. TTFT: to the first token; token: to each further token, the mean of an answer."
     for phase in report.phases:
         first_token_times = [_ms(phase.first_token.get(name)) for name in ("p50", "p95", "p99")]
         token_times = [_ms(phase.token.get(name)) for name in ("p50", "p95")]
         within_promise = "" if phase.within_promise is None else f"{phase.within_promise:.0%}"
-        statuses = " ".join(f"{status}x{count}" for status, count in sorted(phase.statuses.items()))
         table.add_row(
-            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:.0f}",
-            *first_token_times, *token_times, within_promise, statuses,
+            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:,.0f}",
+            *first_token_times, *token_times, *([within_promise] if is_promised else []),
         )  # fmt: skip
     return table
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.0f} ms"
+    return "" if seconds is None else f"{1e3 * seconds:,.0f}"

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.table import Table
+
 from upshift.cli import tables
 from upshift.cli.options import Json, Model, Overwrite, option, output_folder
 from upshift.cli.tables import dim
@@ -84,11 +86,23 @@ def command(
 
 def _print_quality(result: Any, output: Path) -> None:
     encodes = result.task == "encode"
+    compared = "vector or its scores" if encodes else "token's logits"
+    tables.out.print(_quality_table(result))
+    fitted = f"fitted to {result.calibrated_on} texts" if result.calibrated_on else "rounded without texts"
+    same_token = "" if encodes else "same token: the likeliest is that of before; "
+    dim(f"{fitted}; {same_token}cosine: of a {compared}, the median")
+    command = "encode" if encodes else "generate"
+    tables.out.print(
+        f"{output} loads with {LOADS[result.task, result.engine]}, and with: upshift {command} {output}", soft_wrap=True
+    )
+
+
+def _quality_table(result: Any) -> Table:
+    """Return a row for the model before, and one for the rounded model."""
+    encodes = result.task == "encode"
     columns: tuple[str, ...] = ("weights", "tokens/s", "same token", "cosine", "worst")
-    compared = "token's logits"
     if encodes:
         columns = ("weights", "texts/s", "cosine", "worst")
-        compared = "vector or its scores"
     table = tables.new_table("Quality, on texts it was not fitted to", "", numbers=columns)
     for name, run, size in (
         ("fp32, transformers", result.before, result.bytes_before),
@@ -97,11 +111,4 @@ def _print_quality(result: Any, output: Path) -> None:
         same_tokens = () if encodes else (f"{run.same_tokens:.1%}",)
         quality = (*same_tokens, f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
         table.add_row(name, format_bytes(size), f"{run.per_second:,.0f}", *quality)
-    tables.out.print(table)
-    fitted = f"fitted to {result.calibrated_on} texts" if result.calibrated_on else "rounded without texts"
-    same_token = "" if encodes else "same token: the likeliest is that of before; "
-    dim(f"{fitted}; {same_token}cosine: of a {compared}, the median")
-    command = "encode" if encodes else "generate"
-    tables.out.print(
-        f"{output} loads with {LOADS[result.task, result.engine]}, and with: upshift {command} {output}", soft_wrap=True
-    )
+    return table

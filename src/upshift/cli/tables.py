@@ -99,6 +99,7 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
         pad_edge=False,
+        show_header=any(columns) or any(numbers),
     )
     for name in columns:
         table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in COPIED)
@@ -185,7 +186,9 @@ def inspection_tables(inspection: Any) -> list[Table]:
     parameters = new_table(title, "parameters", numbers=("count",))
     for component, count in inspection.parameters.items():
         parameters.add_row(component, format_count(count))
-    return [parameters, _costs_table(inspection), _declarations_table(inspection), isolation_table(inspection.isolation)]
+    tables = [parameters, _costs_table(inspection), _declarations_table(inspection)]
+    tables += [_listed_table(name, value) for name, value in inspection.declares.items() if _is_long(value)]
+    return [*tables, isolation_table(inspection.isolation)]
 
 
 def _costs_table(inspection: Any) -> Table:
@@ -214,12 +217,31 @@ def _declarations_table(inspection: Any) -> Table:
     return table
 
 
+MAX_LISTED = 6  # more entries than these would wrap a cell over many lines
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, (dict, tuple, list)) and len(value) > MAX_LISTED
+
+
 def _declaration_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if _is_long(value):
+        return f"{len(value)} entries, listed below"
     if isinstance(value, dict):
         return ", ".join(f"{key}: {item}" for key, item in value.items())
     if isinstance(value, (tuple, list)):
         return ", ".join(value)
     return str(value)
+
+
+def _listed_table(name: str, value: Any) -> Table:
+    """Return a table with a row for each entry of a long declaration."""
+    table = new_table(name.replace("_", " ").capitalize(), "", "")
+    for key, item in value.items() if isinstance(value, dict) else ((item, "") for item in value):
+        table.add_row(str(key), str(item))
+    return table
 
 
 PADDING_WORDS = {
@@ -254,6 +276,7 @@ def isolation_table(isolation: Isolation) -> Table:
     return table
 
 
+UNLIMITED = 10_000  # columns, to measure a table in its own width
 MAX_FAILURE = 160  # characters of a library's error; all of it is in the race's file
 STOPPED = {  # why the race stopped timing an engine, by the reason's name
     "quality": "the quality is not reached",
@@ -292,11 +315,24 @@ def race_table(race: Any, batch: str, unit: str, task_columns: Mapping[str, Call
         "cosine": lambda run: f"{run.worst_cosine:.5f}",
         "diff": lambda run: f"{run.largest_difference:.1e}",
     }
-    table = new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=tuple(columns))
+    table = _race_table(race, columns, joint=False)
+    return (
+        table
+        if out.measure(table, options=out.options.update(width=UNLIMITED)).maximum <= out.width
+        else _race_table(race, columns, joint=True)
+    )
+
+
+def _race_table(race: Any, columns: Mapping[str, Callable[[Any], str]], *, joint: bool) -> Table:
+    """Return the table. ``joint``: the precision stands below the engine's name, for a narrow screen."""
+    names = ("engine",) if joint else ("engine", "precision")
+    table = new_table("Race, from memory" if race.recalled else "Race", *names, numbers=tuple(columns))
     table.padding = (0, 0)
     for run in race.best():
         style = "bold green" if run.setup == race.chosen else None
-        table.add_row(run.setup.engine, run.setup.precision, *(column(run) for column in columns.values()), style=style)
+        setup = (run.setup.engine, run.setup.precision)
+        cells = ("\n".join(setup),) if joint else setup
+        table.add_row(*cells, *(column(run) for column in columns.values()), style=style)
     return table
 
 

@@ -326,6 +326,16 @@ def _table(rows: Any) -> Table:
     return table
 
 
+def _result_table(rows: Any) -> Table:
+    """Return a row for each of the best trials, with a column for each objective."""
+    names = tuple(rows[0].values or ())
+    table = tables.new_table("", "trial", numbers=(*names, "seconds"))
+    for row in rows:
+        results = [f"{row.values[name]:.4g}" for name in names]
+        table.add_row(str(row.number), *results, "" if row.seconds is None else f"{row.seconds:.1f}")
+    return table
+
+
 def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -341,16 +351,21 @@ def _print_result(result: Any, model: str, data: str, options: dict[str, Any], *
 
 def _print_best(result: Any) -> None:
     is_multi_objective = len(result.objectives) > 1
-    tables.out.print(_table(result.best if is_multi_objective else result.best[:1]))
+    best = result.best if is_multi_objective else result.best[:1]
+    tables.out.print(_result_table(best))
+    for row in best:  # below the table: a cell of it would wrap over many lines
+        values = ", ".join(f"{name}={shown(value)}" for name, value in row.parameters.items())
+        tables.out.print(f"Trial {row.number}: {values}", soft_wrap=True)
     states = [row.state for row in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     title = "Trials that no other beats in every objective" if is_multi_objective else "Best trial"
     spent = format_seconds(result.seconds)
     if result.cost is not None:
         spent += f", cost {result.cost:.4g}"
-    tables.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {result.storage}")
+    tables.out.print(f"{title} of {len(states)} ({counts}), {spent}.")
     if result.checkpoint is not None:
-        tables.out.print(f"Its model is in {result.checkpoint}; optuna-dashboard {result.storage} shows the study.")
+        tables.out.print(f"Its model: {result.checkpoint}", soft_wrap=True)
+    tables.out.print(f"Show the study: optuna-dashboard {shlex.quote(str(result.storage))}", soft_wrap=True)
 
 
 def _print_transfer(result: Any, model: str, data: str, options: dict[str, Any]) -> None:

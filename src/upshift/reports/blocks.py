@@ -109,11 +109,14 @@ class Controls(Block):
 
 @dataclass(frozen=True)
 class SpokenWords(Block):
-    """A paragraph that controls change, and that screen readers then read out. ``words`` is its text at the start."""
+    """A paragraph that controls change, and that screen readers then read out. ``words`` is its text at the start.
+
+    ``is_only_spoken``: it stands for a figure. Only screen readers find it, and they do not read it out at every change."""
 
     template: ClassVar[str] = "spoken_words.html"
     name: str
     words: str
+    is_only_spoken: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,10 @@ def claims_page(statuses: Sequence[ClaimStatus]) -> str:
     ]
     figures = {"distances": _distances(with_goal), "times": _times(measured)}
     label = "Share of the goal that each claim reaches"
-    distance = Plot("distances", label, "1 is the goal; above it, it is passed.", height=_height(with_goal))
+    distance = Plot("distances", label, "1 is the goal. A claim above 1 exceeds its goal.", height=_height(with_goal))
     caption = (
-        "Each number over its first, turned so that up is better; of claims with several rows. Machines differ between rows."
+        "Each number divided by the first one of its claim, so that up is better. Claims with one row are left out. "
+        "The machines of the rows differ. Point at a line to read its claim."
     )
     times = [Plot("times", "The numbers of claims over time", caption)] if figures["times"] else []
     sections = [
@@ -44,7 +45,7 @@ def claims_page(statuses: Sequence[ClaimStatus]) -> str:
         Section("claims", "Every claim, the worst first", "Claims", [_claims_table(statuses)]),
         Section("history", "Over time", "Over time", [*times, _history(measured)]),
     ]
-    summary = "What Upshift claims, against what, and what the rows of benchmarks/results say. --quick runs are left out."
+    summary = "What Upshift claims, what it is compared with, and what benchmarks/results say. Quick runs are left out."
     drawn = {name: figure for name, figure in figures.items() if figure}
     return page_html(Page("Upshift's claims", summary, tiles, sections, drawn))
 
@@ -127,7 +128,8 @@ def _times(measured: Sequence[ClaimStatus]) -> Figure | None:
                 "x": [reading.time for reading in status.readings],
                 "y": [round(ratio, 4) for ratio in ratios],
                 "line": {"color": colour, "width": 1.5},
-                "hovertemplate": "%{x}: %{y:.2f} of the first<extra></extra>",
+                "hovertemplate": f"{plot_text(status.name)}<br>%{{x}}: %{{y:.2f}} of the first<extra></extra>",
             }
         )
-    return {"data": traces, "layout": layout(x=axis("", type="date"), y=axis("over the first row"))} if traces else None
+    y = axis("times the first row")
+    return {"data": traces, "layout": layout(x=axis("", type="date"), y=y, showlegend=False)} if traces else None

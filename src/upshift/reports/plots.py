@@ -120,6 +120,7 @@ def choice(control: str, choices: Iterable[Any]) -> Figure:
 
 
 MAX_DRAWN = 2500
+FAR_LIMIT = 2.5  # times the memory of the largest plan: the axis does not reach to a limit beyond, and ends where plans end
 CELLS_PER_AXIS = (96, 64, 48, 32, 24, 16, 12, 8)
 STAR = {"size": 17, "symbol": "star", "line": {"color": "@text", "width": 1.2}}
 FRONTIER_LINE = {"color": "@text", "width": 1.6, "shape": "hv"}
@@ -222,14 +223,21 @@ def marker_trace(name: str, points: Sequence[PlacedCandidate], verb: str = "pred
 
 
 def all_peaks(points: Sequence[PlacedCandidate], limit_gib: float | None) -> list[float]:
+    """Return the memory values that the axis shows: of every plan, and the limit if it is not far from all of them."""
     measured = [point.candidate.measured_peak_gib for point in points]
-    return [point.peak for point in points] + [peak for peak in (*measured, limit_gib) if peak is not None]
+    peaks = [point.peak for point in points] + [peak for peak in measured if peak is not None]
+    is_shown = limit_gib is not None and (not peaks or limit_gib <= FAR_LIMIT * max(peaks))
+    return [*peaks, limit_gib] if limit_gib is not None and is_shown else peaks
 
 
-def limit_line(limit_gib: float | None, *, is_log: bool) -> Figure:
-    """Return the shape and the annotation of the memory limit, for a layout."""
+def limit_line(limit_gib: float | None, peaks: Sequence[float], *, is_log: bool) -> Figure:
+    """Return the shape and the annotation of the memory limit, for a layout.
+
+    ``peaks``: of ``all_peaks``. If the limit is not among them, a note at the right edge names it."""
     if limit_gib is None or (is_log and limit_gib <= 0):
         return {}
+    if limit_gib not in peaks:
+        return {"annotations": [_far_limit_note(limit_gib)]}
     line = {"color": "@muted", "width": 1.5, "dash": "dash"}
     shape = {"type": "line", "xref": "x", "yref": "paper", "x0": limit_gib, "x1": limit_gib, "y0": 0, "y1": 1, "line": line}
     note = {
@@ -248,3 +256,18 @@ def limit_line(limit_gib: float | None, *, is_log: bool) -> Figure:
         "showarrow": False,
     }
     return {"shapes": [shape], "annotations": [note]}
+
+
+def _far_limit_note(limit_gib: float) -> Figure:
+    return {
+        "text": f"memory limit, {limit_gib:.2f} GiB, further right \N{RIGHTWARDS ARROW}",
+        "font": {"color": "@muted", "size": 12},
+        "x": 1,
+        "xref": "paper",
+        "xanchor": "right",
+        "y": 0,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "bgcolor": "@surface",
+        "showarrow": False,
+    }

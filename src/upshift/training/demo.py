@@ -32,6 +32,7 @@ CORPUS_BYTES = 12_000_000
 EXCLUDED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")
 ARGUMENTS = {"learning_rate": 2e-3, "warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup", "weight_decay": 0.01}
 PROMPT = "def read_text(path):\n"
+PROMPTS = ("def read_text(path):", "class Reader:", "import os")  # of the file of prompts, one a line
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def write_model(folder: Path, texts: list[str]) -> Any:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def write_prompts(path: Path) -> None:
+    """Write a file of prompts that the trained model can continue."""
+    path.write_text("".join(f"{prompt}\n" for prompt in PROMPTS), encoding="utf-8")
 
 
 def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> PreparedRun:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from pages import ROOT, blocks
 from running_server import serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from upshift.cli.demo import next_commands, program_words
 from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.training.demo import write_prompts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
@@ -29,6 +33,7 @@ ALSO_RUN = (  # of the start page, beside what the README shows
     "upshift quantize MODEL --bits 8 --texts examples/texts.txt --output small",
     "upshift shard MODEL --max-shard-size 5GB --output sharded",
 )  # fmt: skip
+NEXT = [line for _, line in next_commands(Path("upshift-demo"))]
 CHAT_MODEL = "Qwen/Qwen3-0.6B"
 TEXT = "def double(value):\n    return value + value\n" * 400
 
@@ -45,7 +50,9 @@ def paths(tmp_path_factory) -> dict[str, str]:
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT * 2)
     (folder / "space.yaml").write_text("learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}\n")
-    return {
+    write_prompts(folder / "prompts.txt")
+    demo = {f"upshift-demo/{name}": str(folder / name) for name in ("prompts.txt", "answers.jsonl", "longer")}
+    return demo | {
         "MODEL": str(folder / "model"), "upshift-demo/trained": str(folder / "model"), "PATH": str(folder / "text.txt"),
         "upshift-demo/text": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "examples/texts.txt": str(ROOT / "examples" / "texts.txt"), "rows.npy": str(folder / "rows.npy"),
@@ -57,14 +64,14 @@ def paths(tmp_path_factory) -> dict[str, str]:
 
 
 def commands() -> list[str]:
-    """What stands in fences of the README, and more commands of the start page."""
+    """What stands in fences of the README, more commands of the start page, and those that the demo names at its end."""
     fences = re.findall(r"```console\n(.*?)```", README, flags=re.S)
     lines = [line.split("#")[0].strip() for fence in fences for line in fence.splitlines() if line.startswith("upshift ")]
-    return [*lines, *ALSO_RUN]
+    return [*lines, *ALSO_RUN, *NEXT]
 
 
 def test_the_readme_shows_the_commands():
-    shown = [line for line in commands() if line not in ALSO_RUN]
+    shown = [line for line in commands() if line not in (*ALSO_RUN, *NEXT)]
     assert {line.split()[1] for line in shown} == {"data", "doctor", "generate", "plan", "serve", "train"}
     assert [line for line in ALSO_RUN if f"`{line}`" not in START] == []
 
@@ -99,6 +106,15 @@ def test_commands(line, paths, upshift, tmp_path):
     if arguments[1] == "generate":
         arguments += ["--max-new-tokens", "4"]
     assert upshift(*arguments[1:]).code == 0
+
+
+def test_the_demo_names_a_program_that_the_shell_finds(monkeypatch, tmp_path):
+    for on_path in ("/bin/upshift", None):
+        monkeypatch.setattr(shutil, "which", lambda name, found=on_path: found)
+        for folder in (tmp_path, Path(sys.prefix)):  # `make demo` runs in the folder of the environment
+            monkeypatch.chdir(folder)
+            words = program_words()
+            assert words == ["upshift"] if on_path else Path(words[0]).is_file()
 
 
 def test_python_example(paths):

@@ -129,3 +129,20 @@ def test_the_search_finds_a_technique(site: tuple[str, Page]) -> None:
         "return fetch('search/search_index.json').then(one => one.json()).then(index => index.docs.length)"
     )
     assert page.run(words) >= 100
+
+
+def test_the_search_works_from_a_disk(site: tuple[str, Page], built: Path) -> None:
+    _, page = site
+    page.resize(DESK, 900)
+    page.open((built / "index.html").as_uri())
+    counts = {}
+    for words in ("checkpointing", "qqqzzz"):
+        page.run("document.querySelector('.md-search__input').value = ''")
+        page.type(".md-search__input", words)
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not (found := re.search(r"(\d+|No) matching", page.text(".md-search-result__meta"))) and time.monotonic() < end:
+            time.sleep(0.05)
+        counts[words] = found and found[1]
+        page.open((built / "index.html").as_uri())
+    assert counts["checkpointing"] not in (None, "No") and counts["qqqzzz"] == "No"
+    assert problems(page) == []

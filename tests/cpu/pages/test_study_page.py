@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from hostile_pages import HARMLESS, HOSTILE, assert_is_text, texts_not_shown
 
@@ -47,3 +50,25 @@ def test_the_front_names_its_objectives() -> None:
         several = one.changed(objectives=one.objectives | dict.fromkeys(extra, "minimize"), trials=rows, best=rows[1:2])
         front = study_page_html(several).split('id="front"')[1].split("</section>")[0]
         assert words in front and "unknown" not in front
+
+
+def test_parallel_axes_hold_every_trial_where_its_value_stands() -> None:
+    """The heights are those of the values by their ticks, on a logarithmic axis, on an even one, and on one of names."""
+    values = {"learning_rate": [1e-5, 1e-3, 1e-4], "dropout": [0.1, 0.3, 0.2], "optim": ["adamw", "muon", "adamw"]}
+    expected = {"learning_rate": [0.0, 1.0, 0.5], "dropout": [0.0, 1.0, 0.5], "optim": [0.0, 1.0, 0.0]}
+    rows = tuple(
+        TrialRow(number=number, state="complete", values={"loss": 3.0 - number}, seconds=1.0, steps=4, reason="",
+            parameters={name: column[number] for name, column in values.items()})
+        for number in range(3)
+    )  # fmt: skip
+    page = study_page_html(study().changed(trials=rows, best=rows[2:]))
+    figures = json.loads(re.search(r'<script[^>]*id="figures"[^>]*>(.*?)</script>', page, flags=re.S)[1])
+    figure = figures["parallel-plot-0"]
+    lines = [trace for trace in figure["data"] if trace["mode"] == "lines"]
+    assert figure["layout"]["xaxis"]["ticktext"] == ["loss", *values]
+    for place, name in enumerate(values, start=1):
+        assert [line["y"][place] for line in lines] == expected[name]
+        ticks = {note["text"]: note["y"] for note in figure["layout"]["annotations"] if note["x"] == place}
+        assert {0.0, 1.0} <= {*ticks.values()}
+    assert [line["y"][0] for line in lines] == [1.0, 0.5, 0.0]
+    assert ticks == {"adamw": 0.0, "muon": 1.0}

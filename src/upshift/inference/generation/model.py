@@ -37,7 +37,7 @@ def generation_task(source: ModelSource) -> Task:
     config: Any = source.hf_config
     architecture = find_architecture(config, source.reference)
     model_class = architecture.model_class
-    if architecture.objective == "seq2seq-lm" and config.is_encoder_decoder:
+    if architecture.objective == "seq2seq-lm" and config.is_encoder_decoder and reads_text(config, model_class):
         return "seq2seq"
     if not writes_text(model_class):
         kind = "transformers lists it for no task" if architecture.task is None else f"its task is {architecture.task.name}"
@@ -45,10 +45,11 @@ def generation_task(source: ModelSource) -> Task:
             f"{source.reference!r} is a {model_class.__name__}, which writes no text ({kind}); give a model whose task is "
             "text-generation, image-text-to-text or text2text-generation"
         )
-    if "text" not in inputs_of(model_class):
-        inputs = " and ".join(inputs_of(model_class))
+    if not reads_text(config, model_class):
+        inputs = " and ".join(name for name in inputs_of(model_class) if name != "text")
         raise RequestError(
-            f"{source.reference!r} is a {model_class.__name__}, which reads {inputs} and no text; use transformers' pipeline()"
+            f"{source.reference!r} is a {model_class.__name__}, which reads {inputs} and no text; "
+            'for sounds give --prompts with {"audio": "a.wav"} on each line'
         )
     if config.is_encoder_decoder:
         return "as-transformers"
@@ -63,6 +64,13 @@ def generation_task(source: ModelSource) -> Task:
     if is_causal_class(model_class) and not has_states(config):
         return "generate"
     return "states" if isolation.proven and states_cache(config) is not None else "as-transformers"
+
+
+def reads_text(config: Any, model_class: Any) -> bool:
+    """Return whether a model reads a text. A decoder's own tokens, which speech models count as text, are none."""
+    inputs = inputs_of(model_class)
+    encodes_sound = config.is_encoder_decoder and "audio" in inputs and model_class.main_input_name != "input_ids"
+    return "text" in inputs and not encodes_sound
 
 
 def pads_safely(source: ModelSource) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference.image_files import read_image_file
+from upshift.inference.media.resample import can_resample, resample
 from upshift.inference.resumable_output import is_text, parse_object, read_lines
 
 Modality = Literal["image", "audio", "text"]
@@ -50,12 +51,13 @@ def holds_media(path: Path) -> bool:
     return record is not None and any(key in record for key in ("image", "audio"))
 
 
-def read_media(path: Path) -> list[MediaItem]:
+def read_media(path: Path, *, option: str = "--input") -> list[MediaItem]:
     """Return the items of an input: the files of a folder by name, or the lines of a .jsonl file, or of a .txt file of texts.
 
-    Raise RequestError with the file or the line that is no item. Paths in a .jsonl file are relative to its folder."""
+    ``option`` names the input in messages. Raise RequestError with the file or the line that is no item. Paths in a .jsonl file
+    are relative to its folder."""
     if path.is_dir():
-        return _read_folder(path)
+        return _read_folder(path, option)
     if path.suffix == ".txt":
         texts = read_lines(path, lambda line, name: line)
         return [MediaItem("text", text, f"{path} line {number}") for number, text in enumerate(texts, start=1)]
@@ -72,7 +74,7 @@ def read_media(path: Path) -> list[MediaItem]:
     return items
 
 
-def _read_folder(folder: Path) -> list[MediaItem]:
+def _read_folder(folder: Path, option: str) -> list[MediaItem]:
     items = []
     for file in sorted(folder.iterdir()):
         if file.name.startswith("."):
@@ -80,10 +82,10 @@ def _read_folder(folder: Path) -> list[MediaItem]:
         modality = modality_of(file)
         if modality is None or not file.is_file():
             suffixes = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
-            raise RequestError(f"--input {folder} has {file.name}, which is no image or sound ({suffixes}); move it elsewhere")
+            raise RequestError(f"{option} {folder} has {file.name}, which is no image or sound ({suffixes}); move it elsewhere")
         items.append(MediaItem(modality, str(file), str(file)))
     if not items:
-        raise RequestError(f"--input {folder} has no files; give a folder of images or sounds")
+        raise RequestError(f"{option} {folder} has no files; give a folder of images or sounds")
     return items
 
 
@@ -109,12 +111,12 @@ def check_media(items: Iterable[MediaItem]) -> None:
 
 
 def check_sounds(items: Sequence[MediaItem], *, rate: int, longest_seconds: float | None) -> None:
-    """Raise RequestError with the first sound whose rate is not the model's, or that is longer than the model reads."""
+    """Raise RequestError with the first sound that cannot be brought to the model's rate, or that is longer than it reads."""
     for item in items:
         if item.modality != "audio":
             continue
         own_rate, seconds = sound_header(item)
-        if own_rate != rate:
+        if not can_resample(own_rate, rate):
             raise RequestError(
                 f"{_named(item)} has {own_rate:,} samples a second, and the model takes {rate:,}; convert it: "
                 f"ffmpeg -i IN -ar {rate} OUT.wav"
@@ -146,6 +148,12 @@ def sound_header(item: MediaItem) -> tuple[int, float]:
     if not info.frames:
         raise RequestError(f"{_named(item)} has no samples; replace it, or leave it out")
     return info.samplerate, info.frames / info.samplerate
+
+
+def read_sound_at(item: MediaItem, rate: int) -> Sound:
+    """Return the samples of a sound at another rate. Raise RequestError if it cannot be read."""
+    sound = read_sound(item)
+    return Sound(resample(sound.samples, sound.rate, rate), rate)
 
 
 def read_sound(item: MediaItem) -> Sound:

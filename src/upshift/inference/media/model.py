@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from upshift.errors import RequestError
-from upshift.inference.media.files import MODALITIES, MediaItem, Modality, read_image, read_sound
+from upshift.inference.media.files import MODALITIES, MediaItem, Modality, read_image, read_sound_at
 from upshift.inference.weights import stored_for
 from upshift.loading.load import load_source
 from upshift.models.build import find_architecture
@@ -139,7 +139,7 @@ class MediaInputs:
         if item.modality == "image":
             inputs = processor(images=[read_image(item)], return_tensors="np")
         elif item.modality == "audio":
-            sound = read_sound(item)
+            sound = read_sound_at(item, processor.sampling_rate)
             inputs = processor([sound.samples], sampling_rate=sound.rate, return_tensors="np")
         else:
             inputs = processor(text=[item.content], return_tensors="np", truncation=True)

@@ -16,6 +16,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.units import format_bytes
 from upshift.value import Value
 
+MAX_NAMED = 2  # full devices in a reason: a table shows it
 DISK = "disk"
 CPU = "cpu"
 
@@ -303,6 +304,8 @@ def _placement_reason(unit: PlacementUnit, device: str, limits: Mapping[str, int
     if not full:
         return "fits"
     room_text = ", ".join(f"{name} has {format_bytes(assignment.room[name])} left" for name in full)
+    if len(full) > MAX_NAMED:
+        room_text = f"{full[0]} to {full[-1]} have at most {format_bytes(max(assignment.room[name] for name in full))} left"
     if not unit.read:
         return f"{room_text}; only the rows of its tokens are read"
     return f"{room_text}, it takes {format_bytes(unit.nbytes)}"

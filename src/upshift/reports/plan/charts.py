@@ -248,9 +248,10 @@ def draw_plans(planning: Planning) -> PlansFigure:
         trace("fastest for its memory", front, mode="lines", line=FRONTIER_LINE),
         trace("best", best, marker={"color": RED, **STAR}),
     ]
-    x = axis("held memory per device, GiB (further left is smaller)", **log_axis_if_wide(all_peaks(drawn, limit)))
+    peaks = all_peaks(drawn, limit)
+    x = axis("held memory per device, GiB (further left is smaller)", **log_axis_if_wide(peaks))
     y = axis(f"{speed_words(planning)} (further up is faster)", rangemode="tozero", tickformat=",~r")
-    limits = limit_line(limit, is_log=x.get("type") == "log")
+    limits = limit_line(limit, peaks, is_log=x.get("type") == "log")
     return PlansFigure(
         figure={"data": traces, "layout": layout(x=x, y=y, height=560, hovermode="closest", **limits)},
         num_drawn=len(drawn),

@@ -27,7 +27,6 @@ from upshift.reports.blocks import (
     SpokenWords,
     Table,
     Tile,
-    missing,
     number,
 )
 from upshift.reports.document import Page, Section, page_html, write_page
@@ -63,6 +62,8 @@ from upshift.units import GIB, format_count, format_seconds, gib
 
 PLAN = "plan-shown"
 WORDS = "plan-words"
+MEMORY_WORDS = "plan-memory-words"
+LENGTHS = "Lengths and micro-batches"
 NUM_BEST = 5
 NUM_FRONT = 10
 NUM_REJECTED = 12
@@ -86,10 +87,14 @@ def plan_page_html(planning: Planning, *, model: str) -> str:
         Section("request", "What was asked for", "Request", [request_facts(planning, model)]),
         Section("plans", "All plans that were considered", "Plans", plans_section(planning, plans, selectable)),
         Section("step", "Memory and time of a step", "Memory and time", step_section(planning, selectable)),
-        Section("schedule", "Pipeline schedule", "Schedule", schedule_blocks),
-        Section("family", "Other sequence lengths and micro-batches", "Lengths and micro-batches", family_blocks),
+        *([Section("schedule", "Pipeline schedule", "Schedule", schedule_blocks)] if schedule_blocks else []),
+        *([Section("family", "Other sequence lengths and micro-batches", LENGTHS, family_blocks)] if family_blocks else []),
         Section("reasons", "Why this plan", "Reasons", reasons_section(planning)),
-        Section("rejected", "What was rejected", "Rejected", rejected_section(planning)),
+        *(
+            [Section("rejected", "What was rejected", "Rejected", rejected_section(planning))]
+            if planning.ranking.rejected
+            else []
+        ),
     ]
     return page_html(
         Page(
@@ -136,7 +141,7 @@ def tiles(planning: Planning) -> list[Tile]:
     ]
     if numbers.interval:
         low, high = numbers.interval
-        seconds = f"{format_seconds(low * total)} to {format_seconds(high * total)}; {numbers.tier}"
+        seconds = f"{format_seconds(low * total)} to {format_seconds(high * total)}; {TIERS[numbers.tier]}"
         outcome.append(Tile("Step, range", f"{low:.1f} to {high:.1f} \N{MULTIPLICATION SIGN}", seconds))
     return outcome
 
@@ -207,7 +212,7 @@ def plans_section(planning: Planning, drawing: PlansFigure, listed: Selectable) 
             "same place only the fastest, but all on the line."
         )
     label = f"Scatter plot of {drawing.num_drawn} plans: {speed_words(planning)} over held GiB; the table below lists the best."
-    heading = Heading("The best, the front, and the plain default")
+    heading = Heading("The best plans, the fastest for less memory, and the plain default")
     return [Paragraph(above), Plot("plot-plans", label, caption), heading, plans_table(planning, listed)]
 
 
@@ -248,7 +253,10 @@ def step_content(planning: Planning, listed: Selectable) -> tuple[dict[str, Figu
         return choice(PLAN, [content(candidate) for _, candidate in listed])
 
     figures = {"plot-memory": memory_figure(selected, planning), "plot-time": time_figure(selected)}
-    return figures, {WORDS: selected(lambda candidate: step_words(planning, candidate))}
+    return figures, {
+        WORDS: selected(lambda candidate: step_words(planning, candidate)),
+        MEMORY_WORDS: selected(lambda candidate: step_memory_words(planning, candidate)),
+    }
 
 
 def step_section(planning: Planning, listed: Selectable) -> list[Block]:
@@ -260,6 +268,7 @@ def step_section(planning: Planning, listed: Selectable) -> list[Block]:
     return [
         Controls([Selection(PLAN, "Plan shown", [label for label, _ in listed])]),
         SpokenWords(WORDS, step_words(planning, best)),
+        SpokenWords(MEMORY_WORDS, step_memory_words(planning, best), is_only_spoken=True),
         Heading("Memory"),
         Plot("plot-memory", memory_label, memory),
         memory_table(planning),
@@ -272,8 +281,11 @@ def step_section(planning: Planning, listed: Selectable) -> list[Block]:
 def step_words(planning: Planning, candidate: Candidate) -> str:
     one_time = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
     excess = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.job_memory.describe_problems(candidate))
-    memory = full_memory_words(planning, candidate)
-    return f"{cost_words(planning, candidate)}. Bound by {time_words(candidate)}.{one_time} Memory by phase: {memory}.{excess}"
+    return f"{cost_words(planning, candidate)}. Bound by {time_words(candidate)}.{one_time}{excess}"
+
+
+def step_memory_words(planning: Planning, candidate: Candidate) -> str:
+    return f"Memory by phase: {full_memory_words(planning, candidate)}."
 
 
 def memory_table(planning: Planning) -> Table:
@@ -316,10 +328,10 @@ def fastest_pipelined(planning: Planning) -> Candidate | None:
 
 
 def schedule_section(planning: Planning) -> tuple[list[Block], dict[str, Figure]]:
-    """Return the section on the pipeline schedule, drawn and in words, and its figure."""
+    """Return the section on the pipeline schedule, drawn and in words, and its figure. It is empty if no plan has a pipeline."""
     candidate = fastest_pipelined(planning)
     if candidate is None:
-        return [missing("No plan that fits divides the layers among pipeline ranks, so there is no schedule to draw.")], {}
+        return [], {}
     plan = candidate.plan
     shape = plan.layout
     count = plan.gradient_accumulation_steps
@@ -371,8 +383,6 @@ def reasons_section(planning: Planning) -> list[Block]:
 
 def rejected_section(planning: Planning) -> list[Block]:
     ranking = planning.ranking
-    if not ranking.rejected:
-        return [missing("Every legal plan fits.")]
     too_big = {id(candidate.plan) for candidate in ranking.too_big}
     counts = Counter(f"too big, highest in the {candidate.memory.peak_phase} phase" for candidate in ranking.too_big)
     counts += Counter(rejection.reason for rejection in ranking.rejected if id(rejection.plan) not in too_big)

@@ -45,6 +45,7 @@ MAX_MICRO_BATCHES = 12
 LENGTH = "sequence-length"
 SIZE = "micro-batch"
 WORDS = "family-words"
+MEMORY_WORDS = "family-memory-words"
 PLOT = "plot-family"
 MEMORY_PLOT = "plot-family-memory"
 Recomputation = tuple[int, str]  # number of layers, granularity
@@ -205,7 +206,7 @@ def family_figure(grid: Grid, planning: Planning) -> Figure:
             grid, lambda cell: marker_trace("shown below", place_dots([cell.shown], planning), marker={"color": RED, **STAR})
         ),
     ]
-    limits = limit_line(limit, is_log="type" in scale)
+    limits = limit_line(limit, peaks, is_log="type" in scale)
     return {"data": data, "layout": layout(x=x, y=y, hovermode="closest", **limits)}
 
 
@@ -225,14 +226,18 @@ def cell_words(cell: Cell, planning: Planning) -> str:
     ending = "fits" if cell.fits else f"does not fit in the {limit:.2f} GiB that may be held, nor does any other of the family"
     return (
         f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: "
-        f"{cost_words(planning, cell.shown)}. It {ending}. Memory by phase: {full_memory_words(planning, cell.shown)}."
+        f"{cost_words(planning, cell.shown)}. It {ending}."
     )
 
 
+def cell_memory_words(cell: Cell, planning: Planning) -> str:
+    return f"Memory by phase: {full_memory_words(planning, cell.shown)}."
+
+
 def family_section(planning: Planning) -> tuple[list[Block], dict[str, Figure], dict[str, Any]]:
-    """Return the section, its figures and its words."""
+    """Return the section, its figures and its words. All are empty for a model of images: it has no sequence length."""
     if sample_unit(planning.profile) == "images":
-        return [missing(f"{planning.profile.architecture} sample_unit images: there is no sequence length to vary.")], {}, {}
+        return [], {}, {}
     grid = family_grid(planning)
     if grid is None:
         return [missing("The best plan's family cannot be predicted for full sequences.")], {}, {}
@@ -242,6 +247,7 @@ def family_section(planning: Planning) -> tuple[list[Block], dict[str, Figure], 
         f"{LENGTH}-value": choice(LENGTH, lengths),
         f"{SIZE}-value": choice(SIZE, sizes),
         WORDS: selected_cell(grid, lambda cell: cell_words(cell, planning)),
+        MEMORY_WORDS: selected_cell(grid, lambda cell: cell_memory_words(cell, planning)),
     }
     memory = memory_figure(lambda content: selected_cell(grid, lambda cell: content(cell.shown)), planning)
     row, column = grid.best
@@ -259,6 +265,7 @@ def family_section(planning: Planning) -> tuple[list[Block], dict[str, Figure], 
         Paragraph(above),
         Controls(sliders, label="What to show"),
         SpokenWords(WORDS, cell_words(grid.cells[row][column], planning)),
+        SpokenWords(MEMORY_WORDS, cell_memory_words(grid.cells[row][column], planning), is_only_spoken=True),
         Plot(PLOT, family_label, caption),
         Plot(MEMORY_PLOT, memory_label, "Memory of the plan under the star, by part, at the highest moment of each phase."),
     ]

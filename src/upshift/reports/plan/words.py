@@ -103,7 +103,7 @@ def limit_gib(planning: Planning) -> float | None:
 def memory_words(memory: Mapping[str, float], *, at_most: int | None = None) -> str:
     """Return the parts of one phase, the largest first."""
     largest_first = sorted(memory.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {size:.2f}" for name, size in largest_first[:at_most] if size > SMALL_GIB)
+    return ", ".join(f"{name} {size:.2f}" for name, size in largest_first[:at_most] if f"{size:.2f}" != "0.00")
 
 
 def memory_by_phase(planning: Planning, candidate: Candidate) -> dict[str, dict[str, float]]:

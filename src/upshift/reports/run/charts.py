@@ -65,9 +65,10 @@ def candidate_plot(candidates: Sequence[Candidate], *, limit_gib: float | None) 
     if front:
         traces.append(marker_trace("best by memory", front, mode="lines", line={"color": GREEN, "width": 2, "shape": "hv"}))
     traces += tried_marks(drawn)
-    x = axis("peak memory, GiB (further left is smaller)", **log_axis_if_wide(all_peaks(predicted, limit_gib)))
+    peaks = all_peaks(predicted, limit_gib)
+    x = axis("peak memory, GiB (further left is smaller)", **log_axis_if_wide(peaks))
     y = axis("tokens per second (further up is faster)", rangemode="tozero", tickformat=",~r")
-    limit = limit_line(limit_gib, is_log=x.get("type") == "log")
+    limit = limit_line(limit_gib, peaks, is_log=x.get("type") == "log")
     figure = {"data": traces, "layout": layout(x=x, y=y, height=560, hovermode="closest", **limit)}
     return CandidatePlot(figure=figure, num_drawn=len(drawn), num_predicted=len(predicted))
 

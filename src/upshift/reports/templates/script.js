@@ -31,6 +31,9 @@
       layout.font.size = 11;
       layout.margin.r = 8;
       layout.legend.font = {size: 11};
+      [layout.xaxis, layout.yaxis].forEach(function (axis) {  // a title in one line: what stands in brackets has no room
+        axis.title.text = axis.title.text.replace(/ \([^)]*\)$/, "");
+      });
       if (data.every(function (trace) { return !trace.name || trace.showlegend === false || trace.name.length < 20; })) {
         layout.legend.entrywidthmode = "fraction";
         layout.legend.entrywidth = 0.48;

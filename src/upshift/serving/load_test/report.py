@@ -7,11 +7,11 @@ from pathlib import Path
 
 from upshift.reports.blocks import Plot, Table, Tile, number
 from upshift.reports.document import Page, Section, page_html, write_page
-from upshift.reports.plots import Figure, axis, layout
+from upshift.reports.plots import BLUE, GREY, ORANGE, Figure, axis, layout
 from upshift.serving.load_test.run import LoadTest, Phase
 
 COLUMNS = (
-    ("Requests/s", "number"), ("Asked", "number"), ("Statuses", "long"), ("Answered/s", "number"), ("Tokens/s", "number"),
+    ("Requests/s", "number"), ("Sent", "number"), ("Statuses", "long"), ("Answered/s", "number"), ("Tokens/s", "number"),
     ("First token p50 ms", "number"), ("p95", "number"), ("p99", "number"), ("Token p50 ms", "number"), ("p95", "number"),
     ("Within promise", "number"),
 )  # fmt: skip
@@ -25,27 +25,32 @@ def write_load_page(path: Path, test: LoadTest) -> None:
 def load_page_html(test: LoadTest) -> str:
     """Return the page of a load test."""
     rates = [phase.rate for phase in test.phases]
-    answered = {
+    answered: dict[str, Sequence[float | None]] = {
+        "sent": rates,
         "answered": [phase.answered_per_second for phase in test.phases],
-        "within the promise": [phase.goodput for phase in test.phases],
-        "asked": rates,
     }
+    if test.promised_ttft_ms is not None:
+        answered["answered within the promise"] = [phase.goodput for phase in test.phases]
     first_token = {name: [_milliseconds(phase.first_token, name) for phase in test.phases] for name in ("p50", "p95", "p99")}
     figures = {
         "answered-plot": _line_figure("Requests a second", rates, answered),
         "first-plot": _line_figure("First token, ms", rates, first_token),
     }
-    label = "{} by requests asked; the table has the figures."
-    table = Table("Every rate", COLUMNS, [_table_row(phase) for phase in test.phases])
+    label = "{} by requests sent; the table has the numbers."
+    num_columns = len(COLUMNS) - (test.promised_ttft_ms is None)
+    table = Table("Every rate", COLUMNS[:num_columns], [_table_row(phase)[:num_columns] for phase in test.phases])
     sections = [
-        Section("answered", "Asked and answered", "Rates", [Plot("answered-plot", label.format("Requests answered a second"))]),
+        Section(
+            "answered", "Requests sent and answered", "Rates", [Plot("answered-plot", label.format("Requests answered a second"))]
+        ),
         Section("first", "Time to first token", "First token", [Plot("first-plot", label.format("Time to first token"))]),
-        Section("phases", "Every rate", "Figures", [table]),
+        Section("phases", "Every rate", "Numbers", [table]),
     ]
-    promise = "nothing promised"
+    promise = "The server promises no time to the first token."
     if test.promised_ttft_ms is not None:
-        promise = f"first token within {test.promised_ttft_ms:g} ms promised"
-    summary = f"{test.url}, {test.traffic.seconds:g} s a rate, {test.traffic.max_tokens} tokens an answer; {promise}."
+        promise = f"Each first token was to come within {test.promised_ttft_ms:g} ms."
+    lengths = f"Each rate ran for {test.traffic.seconds:g} s. An answer had at most {test.traffic.max_tokens} tokens."
+    summary = f"Server: {test.url}. {lengths} {promise}"
     return page_html(Page(f"Load test of {test.model}", summary, _make_tiles(test), sections, figures))
 
 
@@ -53,9 +58,10 @@ def _make_tiles(test: LoadTest) -> list[Tile]:
     best = max(test.phases, key=lambda phase: phase.goodput)
     capacity = None if test.capacity is None else f"{test.capacity:.2f}/s"
     predicted = None if test.predicted_capacity is None else f"predicted {test.predicted_capacity:.2f}"
+    promised = "" if test.promised_ttft_ms is None else " within the promise"
     return [
-        Tile("Best goodput", f"{best.goodput:.2f}/s", f"at {best.rate:g} requests/s asked"),
-        Tile("Capacity, as proven at start", capacity, predicted),
+        Tile(f"Most answers{promised}", f"{best.goodput:.2f}/s", f"at {best.rate:g} requests/s sent"),
+        Tile("Capacity, measured when the server started", capacity, predicted),
     ]
 
 
@@ -79,6 +85,10 @@ def _table_row(phase: Phase) -> list[str | None]:
 
 
 def _line_figure(title: str, rates: list[float], curves: Mapping[str, Sequence[float | None]]) -> Figure:
-    line = {"type": "scatter", "mode": "lines+markers", "x": rates}
-    data = [{**line, "name": name, "y": values} for name, values in curves.items()]
-    return {"data": data, "layout": layout(x=axis("Requests a second, asked"), y=axis(title, rangemode="tozero"))}
+    trace = {"type": "scatter", "mode": "lines+markers", "x": rates}
+    styles = zip((GREY, BLUE, ORANGE), ("dot", "solid", "dash"), strict=True)  # a curve that lies on another shows both
+    data = [
+        {**trace, "name": name, "y": values, "line": {"color": colour, "dash": dash, "width": 2.5}}
+        for (name, values), (colour, dash) in zip(curves.items(), styles, strict=False)
+    ]
+    return {"data": data, "layout": layout(x=axis("Requests a second, sent"), y=axis(title, rangemode="tozero"))}
