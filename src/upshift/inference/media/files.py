@@ -14,7 +14,6 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference.image_files import read_image_file
-from upshift.inference.media.resample import can_resample, resample
 from upshift.inference.resumable_output import is_text, parse_object, read_lines
 
 Modality = Literal["image", "audio", "text"]
@@ -111,16 +110,14 @@ def check_media(items: Iterable[MediaItem]) -> None:
 
 
 def check_sounds(items: Sequence[MediaItem], *, rate: int, longest_seconds: float | None) -> None:
-    """Raise RequestError with the first sound that cannot be brought to the model's rate, or that is longer than it reads."""
+    """Raise RequestError with the first sound that is longer than the model reads, and MissingExtra for another rate without
+    the library that changes it."""
     for item in items:
         if item.modality != "audio":
             continue
         own_rate, seconds = sound_header(item)
-        if not can_resample(own_rate, rate):
-            raise RequestError(
-                f"{_named(item)} has {own_rate:,} samples a second, and the model takes {rate:,}; convert it: "
-                f"ffmpeg -i IN -ar {rate} OUT.wav"
-            )
+        if own_rate != rate:
+            _check_resampler(item, rate)
         if longest_seconds is not None and seconds > longest_seconds:
             raise RequestError(
                 f"{_named(item)} has {seconds:.1f} s, and the model reads {longest_seconds:g}; cut it into shorter files"
@@ -153,7 +150,18 @@ def sound_header(item: MediaItem) -> tuple[int, float]:
 def read_sound_at(item: MediaItem, rate: int) -> Sound:
     """Return the samples of a sound at another rate. Raise RequestError if it cannot be read."""
     sound = read_sound(item)
-    return Sound(resample(sound.samples, sound.rate, rate), rate)
+    if sound.rate == rate:
+        return sound
+    _check_resampler(item, rate)
+    import soxr
+
+    return Sound(soxr.resample(sound.samples, sound.rate, rate), rate)
+
+
+def _check_resampler(item: MediaItem, rate: int) -> None:
+    if find_spec("soxr") is None:
+        purpose = f"changing {_named(item)} to the {rate:,} samples a second that the model takes"
+        raise MissingExtra(library="soxr", extra="audio", purpose=purpose)
 
 
 def read_sound(item: MediaItem) -> Sound:
