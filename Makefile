@@ -19,7 +19,6 @@ NEWEST_TESTS := tests/smoke tests/cpu/models/test_cached_layers.py tests/cpu/inf
 # The wheel of this torch brings gigabytes for NVIDIA GPUs.
 OLDEST_LIBRARIES = $(shell sed -nE 's/^  "(torch|transformers)>=([^"]*)",/\1==\2/p' pyproject.toml)
 OLDEST_TESTS := $(NEWEST_TESTS) tests/cpu/models/test_trace_runs.py
-WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
 .PHONY: help demo test gpu test-newest test-oldest light mutants check docs clean
@@ -38,14 +37,14 @@ help:
 demo: $(VENV)/.core
 	$(BIN)/upshift demo
 
-# Most tests trace models, which takes one core, and some wait for processes that they started: a file of tests for each core and
-# one more at a time, each with one thread. The one long file of pretended_gpu comes first (tests/conftest.py) and the many short files come last, so that no core waits long for the
+# Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread. The one
+# long file of pretended_gpu comes first (tests/conftest.py) and the many short files come last, so that no core waits long for the
 # other. What a test trains may take more threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another
 # sleeps, and does not hold a core. Traces of models are kept for the next run, as long as the code that makes them stays the same
 # (tests/shared_traces.py). The processes that tests start share the compiled source, which PYTHONDONTWRITEBYTECODE would prevent.
 # The last step repeats the tests that failed, alone (tests/whole_suite.py).
 test: check
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
 # Options of the check: make gpu GPU_OPTIONS='--only train,generate --minutes 34'
 gpu: $(VENV)/.gpu

@@ -7,25 +7,43 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import warm_python
 from command import Answer, Command
+from warm_jobs import WarmJobs
+from warm_scripts import WarmScripts
+from warm_servers import WarmServers
 
 from upshift.cli.main import main
+from upshift.training.job import processes
+
+SERVED = (  # modules that start a fork server for each run
+    "upshift.inference.race.race", "upshift.planning.trials.runner", "upshift.training.job.server", "upshift.tuning.mup_check",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_python() -> Iterator[None]:
-    """Let Python processes be forks of processes that have imported everything: to import it takes five seconds of a core."""
-    warm = warm_python.WarmPython()
-    with warm_python.in_force(warm):
+def _warm_servers() -> Iterator[None]:
+    servers = WarmServers()
+    jobs = WarmJobs()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in SERVED:
+            patch.setattr(f"{module}.fork_server", servers)
+        patch.setattr(processes, "subprocess", jobs)
         yield
-    warm.close()
+    servers.close()
+    jobs.close()
+
+
+@pytest.fixture(scope="session")
+def warm_scripts() -> Iterator[WarmScripts]:
+    scripts = WarmScripts()
+    yield scripts
+    scripts.close()
 
 
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start Python processes as a user's machine does: for tests about memory, imports, and the processes themselves."""
-    monkeypatch.setattr(subprocess, "Popen", warm_python.Real)
+    """Start the process of every job as a user's machine does: for tests about that process itself."""
+    monkeypatch.setattr(processes, "subprocess", subprocess)
 
 
 @pytest.fixture

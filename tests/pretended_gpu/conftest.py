@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pretended_gpus
 import pytest
-import warm_python
 from pretended_gpus import Run
 
 from shared_traces import session_folder, share_traces
@@ -26,14 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm_python() -> Iterator[None]:
-    warm = warm_python.WarmPython()
-    with warm_python.in_force(warm):
-        yield
-    warm.close()
 
 
 @pytest.fixture

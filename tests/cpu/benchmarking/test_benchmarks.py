@@ -278,7 +278,6 @@ def test_interleave_takes_turns() -> None:
     assert order == ["A", "B", "A", "B"] and results == {"A": ["A", "A"], "B": ["B", "B"]}
 
 
-@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent
 def test_run_fresh() -> None:
     child = "import time; block = bytearray(50_000_000); time.sleep(0.5); print('noise'); print('{\"answer\": 1}')"
     answer = run_fresh([sys.executable, "-c", child], timeout_seconds=30)

@@ -8,8 +8,6 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("new_processes")
-
 LIBRARIES = ("torch", "transformers", "torchao", "torchao.quantization", "bitsandbytes", "peft", "datasets", "openvino")
 
 

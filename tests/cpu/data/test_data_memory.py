@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from upshift.units import MIB
 
@@ -84,7 +83,6 @@ def write_files(folder: Path) -> list[Path]:
     return [folder / name for name in ("few.jsonl", "a.parquet", "a.json", "a.jsonl.gz", "a.csv", "a.txt")]
 
 
-@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent
 def test_data_that_does_not_fit_into_memory_is_read(tmp_path):
     command = [sys.executable, "-c", CHILD, *map(str, write_files(tmp_path))]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

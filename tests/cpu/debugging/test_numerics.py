@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import run_script
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, MixtralConfig, T5Config, TrainingArguments
+from warm_scripts import WarmScripts
 
 import upshift
 from upshift import debugging
@@ -278,10 +278,10 @@ def test_overhead() -> None:
     assert step() == plain
 
 
-def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path) -> None:
+def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path, warm_scripts: WarmScripts) -> None:
     """Fully sharded and tensor-parallel ranks all find it; of a pipeline's, the one that has the layer."""
     world = HELPERS / "debugged_ranks.py"
-    run_script(world, str(tmp_path), timeout=300).check_returncode()
+    warm_scripts.run(world, str(tmp_path), timeout=300).check_returncode()
     found = {layout.name: {rank.name: json.loads(rank.read_text()) for rank in layout.iterdir()} for layout in tmp_path.iterdir()}
     words = "model.layers.1.mlp.up_proj (Linear) makes inf of finite numbers"
     assert found == {"fully_shard": {"0": words, "1": words}, "pipeline": {"1": words}, "tensor": {"0": words, "1": words}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from parallel_runs import Case, a_config, a_plan
-from scripts import run_script
+from warm_scripts import WarmScripts
 
 from upshift.models.source import find_model
 from upshift.training.distributed import parallelize
@@ -38,9 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("which, layout", [("untied", "tensor"), ("tied", "weights"), ("tied", "stages")])
-def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path]) -> None:
+def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path], warm_scripts: WarmScripts) -> None:
     script = HELPERS / "own_slices_ranks.py"
-    ended = run_script(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
+    ended = warm_scripts.run(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     got = json.loads(ended.stdout.splitlines()[-1])
     assert got["same"] and got["tensors"] > 10, got

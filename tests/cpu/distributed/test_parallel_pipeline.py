@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from parallel_runs import Case, Result, a_config, assert_as_one_process, run, with_references
-from scripts import run_script
 from transformers import (
     ElectraConfig,
     Gemma3TextConfig,
@@ -21,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
+from warm_scripts import WarmScripts
 
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
@@ -90,8 +90,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), run_script)
+def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), warm_scripts.run)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,8 +16,6 @@ SITE = """
 import os
 import sys
 
-pytestmark = pytest.mark.usefixtures("new_processes")
-
 def lost():
     torch = sys.modules.get("torch")
     if torch is None:

@@ -21,8 +21,6 @@ from upshift.hardware.probe_cache import measure
 from upshift.hardware.spec import Rates
 from upshift.units import MIB
 
-pytestmark = pytest.mark.usefixtures("new_processes")
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

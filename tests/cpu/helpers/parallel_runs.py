@@ -417,20 +417,19 @@ def fork_world(cases: dict[str, Case], output: Path) -> int:
 
 def import_all() -> None:
     """Before the forks: every rank then has it."""
-    import torch
-
-    import_modules()
-    torch.set_num_threads(1)
-
-
-def import_modules() -> None:
     import importlib
+
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
 
     import upshift.training.prepare
     import upshift.training.step  # noqa: F401
 
     for model in CONFIGS:
         importlib.import_module(type(a_config(model)).__module__.replace("configuration_", "modeling_"))
+    torch.set_num_threads(1)
 
 
 def main(given: Path, output: Path) -> None:

@@ -327,7 +327,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent
 def test_memory_of_loading_two_gigabytes(tmp_path):
     """Load and first forward pass of 2 GB in fp32: as they are, nothing but the files' pages; in bf16, the converted model and a
     piece. The files have holes in place of numbers, which are read into as many pages."""

@@ -392,7 +392,6 @@ def cut(numbers: memoryview, start: int, nbytes: int) -> Iterator[memoryview]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux only")
-@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent
 def test_a_model_larger_than_its_memory_says_the_same(two_gigabytes: Path) -> None:
     checkpoint = find_checkpoint(two_gigabytes)
     assert checkpoint.total_bytes > 1_900_000_000

@@ -265,7 +265,6 @@ def test_a_full_disk(upshift, wide, small_disk, tmp_path):
     same(tensors_of(small_disk / "out"), load_file(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent
 def test_memory_is_bounded_by_a_piece(tmp_path):
     """A tensor of 400 MB, through a process that imports no torch."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [10**8], "data_offsets": [0, 4 * 10**8]}}).encode()

@@ -12,8 +12,8 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from scripts import run_script
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from warm_scripts import WarmScripts
 
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
@@ -160,11 +160,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(folder: Path, way: str, cases: dict[str, Case]) -> Measured:
+def measure(folder: Path, way: str, cases: dict[str, Case], warm_scripts: WarmScripts) -> Measured:
     """``real`` ranks, or ``fake`` ones."""
     given = folder / f"{way}.json"
     given.write_text(json.dumps({name: case.described(folder) for name, case in cases.items()}))
-    ended = run_script(SCRIPTS[way], str(given), str(folder / way), timeout=TIMEOUT_SECONDS)
+    ended = warm_scripts.run(SCRIPTS[way], str(given), str(folder / way), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     files = [folder / "fake"] if way == "fake" else list(folder.glob("real.[0-9]*-[0-9]*"))
     return {key: result for file in files for key, result in json.loads(file.read_text()).items()}
@@ -179,13 +179,13 @@ def profiles(folder: Path) -> dict[str, ModelProfile]:
 
 
 @pytest.fixture(scope="module")
-def fake(folder: Path) -> Measured:
-    return measure(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE})
+def fake(folder: Path, warm_scripts: WarmScripts) -> Measured:
+    return measure(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, warm_scripts)
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path) -> Measured:
-    return measure(folder, "real", {**REAL, **EXCHANGED})
+def real(folder: Path, warm_scripts: WarmScripts) -> Measured:
+    return measure(folder, "real", {**REAL, **EXCHANGED}, warm_scripts)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from upshift.errors import JobFailed
 from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.value import Value
 
-pytestmark = pytest.mark.usefixtures("new_processes")
 WORKER = """
 import os, sys, time
 from answers import Said

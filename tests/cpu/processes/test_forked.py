@@ -12,8 +12,6 @@ import torch
 
 from upshift.models.tracing.fork_map import run_forked
 
-pytestmark = pytest.mark.usefixtures("new_processes")
-
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:

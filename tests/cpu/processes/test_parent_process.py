@@ -18,7 +18,6 @@ import psutil
 import pytest
 from test_train import a_job, a_plan, home  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.usefixtures("new_processes")
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 LIMIT_SECONDS = 3.0

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripts import run_script
 from transformers import AutoModelForCausalLM
+from warm_scripts import WarmScripts
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -55,23 +55,25 @@ AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another l
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     later = {name: case | {"resume": str(folder / of / "checkpoint-5")} for name, (_, of, case) in AFTERWARDS.items()}
     worlds = {"alone": (1, ALONE), "shared": (2, SHARED)}
     for size in (1, 2):
         worlds[f"later-{size}"] = (size, {name: later[name] for name in later if AFTERWARDS[name][0] == size})
-    seen = run(folder, worlds)
+    seen = run(folder, worlds, warm_scripts)
     results = {name: result for world in worlds for name, result in seen[world][0].items()}
     for name, result in seen["shared"][1].items():
         results[name]["other"] = result
     return results | {"folder": folder}
 
 
-def run(folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+def run(
+    folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_scripts: WarmScripts
+) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank of each world saw."""
     (folder / "worlds.json").write_text(json.dumps(worlds))
-    ended = run_script(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
+    ended = warm_scripts.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-4000:]
     for name, (_, cases) in worlds.items():
         logged = (folder / f"{name}.out").read_text().count("'train_runtime'")
