@@ -13,6 +13,7 @@ from pretended_gpus import Run
 
 PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question")
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+ALONE = ("--engine", "torch")  # without a race of engines
 TWO = ("--replicas", "2")
 
 
@@ -47,14 +48,12 @@ def test_races_and_replicas_answer_as_the_cpu_does(
         "-m", "upshift", "generate", str(models / "decoder"), "--prompts", str(models / "prompts.txt"), "--max-new-tokens", "6",
         "--output",
     )  # fmt: skip
-    for gpus, name, options, variables in (
-        ("2xh100", "cpu.jsonl", (), ON_CPU), ("2xh100", "one.jsonl", (), {}), ("2xh100", "two.jsonl", TWO, {}),
-    ):  # fmt: skip
-        keep_probe(gpus)
-        done = on_gpus(gpus, *command, str(tmp_path / name), *options, **variables)
+    keep_probe("2xh100")
+    for name, options, variables in (("cpu.jsonl", ALONE, ON_CPU), ("two.jsonl", TWO, {})):
+        done = on_gpus("2xh100", *command, str(tmp_path / name), *options, **variables)
         assert done.returncode == 0, done.stderr[-3000:]
-    on_cpu, one, two = (answers(tmp_path / f"{name}.jsonl") for name in ("cpu", "one", "two"))
-    assert len(on_cpu) == len(PROMPTS) and one == two == on_cpu
+    on_cpu, on_two = (answers(tmp_path / f"{name}.jsonl") for name in ("cpu", "two"))
+    assert len(on_cpu) == len(PROMPTS) and on_two == on_cpu
 
 
 def test_encodings_are_those_of_the_cpu(
@@ -62,7 +61,7 @@ def test_encodings_are_those_of_the_cpu(
 ) -> None:
     command = ("-m", "upshift", "encode", str(models / "encoder"), "--input", str(models / "prompts.txt"), "--output")
     keep_probe("2xh100")
-    for name, options, variables in (("cpu.npy", (), ON_CPU), ("two.npy", TWO, {})):
+    for name, options, variables in (("cpu.npy", ALONE, ON_CPU), ("two.npy", (*TWO, *ALONE), {})):
         done = on_gpus("2xh100", *command, str(tmp_path / name), *options, **variables)
         assert done.returncode == 0, done.stderr[-3000:]
     on_cpu, on_two = (np.load(tmp_path / name) for name in ("cpu.npy", "two.npy"))
