@@ -197,7 +197,6 @@ def test_a_race_of_engines(tmp_path: Path) -> None:
         (['{"audio": "0.wav"}', '{"sound": "0.wav"}'], "line 2 is no image, sound or text"),
         (['{"audio": "0.wav"}', '{"audio": 3}'], "line 2 is no image, sound or text"),
         (['{"audio": "0.wav"}', "{"], "line 2 is no image, sound or text"),
-        (['{"audio": "0.wav"}', '{"audio": "fast.wav"}'], "fast.wav has 44,101 samples a second, and the model takes 16,000"),
         (['{"audio": "0.wav"}', '{"audio": "long.wav"}'], "long.wav has 31.0 s, and the model reads 30"),
         (['{"audio": "0.wav"}', '{"text": "a"}'], "line 2 is of kind text, and"),
     ],
@@ -206,7 +205,6 @@ def test_bad_files_are_refused(lines: list[str], words: str, tmp_path: Path, ups
     folder = tmp_path / "files"
     write_files(folder, "audio")
     (folder / "broken.wav").write_bytes(b"RIFFnothing")
-    write_sound(folder / "fast.wav", np.zeros(44_101), rate=44_101)
     write_sound(folder / "long.wav", np.zeros(16_000 * 31))
     (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
     model = saved(tmp_path / "model", "whisper")
