@@ -36,7 +36,7 @@ from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
-from upshift.inference.resumable_output import parse_object
+from upshift.inference.resumable_output import first_record
 from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
@@ -176,10 +176,7 @@ def _holds_sounds(prompts: Path) -> bool:
     """Return whether the prompts are a folder, or JSON lines whose first line names a sound and no prompt."""
     if prompts.is_dir():
         return True
-    if prompts.suffix != ".jsonl" or not prompts.is_file():
-        return False
-    with prompts.open(encoding="utf-8-sig", errors="replace") as file:
-        record = parse_object(file.readline())
+    record = first_record(prompts)
     return record is not None and "audio" in record and not {"prompt", "messages"} & set(record)
 
 

@@ -191,6 +191,14 @@ def read_lines(path: Path, parse: Callable[[str, str], T]) -> Iterator[T | str]:
             yield line.rstrip("\r\n") if path.suffix == ".txt" else parse(line, f"{path} line {number}")
 
 
+def first_record(path: Path) -> dict[str, Any] | None:
+    """Return the object on the first line of a .jsonl file, or None if there is no such file or object."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return parse_object(file.readline())
+
+
 def parse_object(line: str) -> dict[str, Any] | None:
     """Return the JSON object that the line holds, or None if it holds none."""
     try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference.image_files import read_image_file
-from upshift.inference.resumable_output import is_text, parse_object, read_lines
+from upshift.inference.resumable_output import first_record, is_text, parse_object, read_lines
 
 Modality = Literal["image", "audio", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
@@ -43,10 +43,7 @@ def holds_media(path: Path) -> bool:
     """Return whether an input is a folder, or JSON lines whose first line names an image or a sound."""
     if path.is_dir():
         return True
-    if path.suffix != ".jsonl" or not path.is_file():
-        return False
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        record = parse_object(file.readline())
+    record = first_record(path)
     return record is not None and any(key in record for key in ("image", "audio"))
 
 
