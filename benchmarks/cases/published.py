@@ -183,7 +183,7 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
-    found = Coster(host, profile, workload).cost(plan)
+    found = Coster(host, profile, workload, kernel=program_of(row).kernel).cost(plan)
     return found if isinstance(found, Candidate) else found.reason
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
+from upshift.hardware import AttentionKernel
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost
@@ -144,9 +145,13 @@ def predict_time(
     workload: Workload,
     host: Host,
     *,
+    kernel: AttentionKernel | None = None,
     memo: Memo | None = None,
 ) -> StepTime | None:
-    """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
+    """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink.
+
+    ``kernel``: of attention, in another program.
+    """
     memo = memo or Memo()
     key = (
         "rates",
@@ -159,7 +164,7 @@ def predict_time(
         plan.layout.tensor_parallel,
         plan.layout.context_parallel,
     )
-    rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan))
+    rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan, kernel=kernel))
     if rates is None:
         return None
     if plan.device != "cpu" or plan.layout != ALONE or host.num_nodes > 1:
