@@ -2,9 +2,10 @@
 
     python benchmarks/cases/leave_one_out.py        # a minute: from the rows of benchmarks/results/published.jsonl
 
-The planner has three factors for each kind of GPU: what matrix products, attention and memory traffic keep of the rates of single
-kernels (planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU.
-Then the source's rows are predicted: the terms of a step scale with the factors, and the other terms stay.
+The planner has two factors for each kind of GPU: what matrix products and memory traffic keep of the rates of single kernels
+(planning/cost/rates.py). For each source they are fitted again to the rows of all other sources on the same kind of GPU. Then the
+source's rows are predicted: the terms of a step scale with the factors, and the other terms stay. Attention is fitted to no row:
+its rate is that of the program's kernel.
 
 The fit is the most likely one (maximum a posteriori). Before any row, a factor is the mean of the planner's factors that were
 not fitted to the source, times or over 1.28 (PRIOR_SPREAD). So two rows of one source do not push it to its bound. The rows of a
@@ -30,7 +31,7 @@ from upshift.hardware import describe
 from upshift.planning.cost.rates import SUSTAINED, SUSTAINED_ELSEWHERE, Sustained
 from upshift.planning.cost.uncertainty import STEP_INTERVAL
 
-ROWS = Path(__import__("os").environ.get("ROWS") or Path(__file__).parents[1] / "results" / "published.jsonl")
+ROWS = Path(__file__).parents[1] / "results" / "published.jsonl"
 TERMS = ("matrix products", "memory traffic")  # in the order of Sustained
 BOUNDS = (0.1, 1.0)  # of each factor
 FITTED_TO = {  # the sources of the planner's own factors
