@@ -163,9 +163,7 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan, kernel: AttentionK
     )
 
 
-def _attention_rate(
-    gpu: Gpu, plan: Plan, precision: MatrixPrecision, products: float, kernel: AttentionKernel | None
-) -> float:
+def _attention_rate(gpu: Gpu, plan: Plan, precision: MatrixPrecision, products: float, kernel: AttentionKernel | None) -> float:
     """Return the FLOP/s of attention's forward and backward pass. ``products``: those of single matrix products."""
     capability = gpu.compute_capability or (0, 0)
     share = None

@@ -218,9 +218,7 @@ class Coster:
     micro-batch. ``kernel``: of attention, in another program.
     """
 
-    def __init__(
-        self, host: Host, profile: ModelProfile, workload: Workload, *, kernel: AttentionKernel | None = None
-    ) -> None:
+    def __init__(self, host: Host, profile: ModelProfile, workload: Workload, *, kernel: AttentionKernel | None = None) -> None:
         self.host = host
         self._kernel = kernel
         self.profile = profile
@@ -253,7 +251,9 @@ class Coster:
     def estimate_time(self, plan: Plan, estimate: MemoryEstimate) -> Candidate | Rejected:
         """Return the plan with its memory and its predicted time."""
         try:
-            time = predict_time(self.profile, estimate.trace, plan, self.workload, self.host, kernel=self._kernel, memo=self._memo)
+            time = predict_time(
+                self.profile, estimate.trace, plan, self.workload, self.host, kernel=self._kernel, memo=self._memo
+            )
         except UnknownLink as problem:
             return Rejected(plan, f"{problem} on {self.host.name}; {link_advice(self.host)}")
         if time is None:
