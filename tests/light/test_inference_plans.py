@@ -255,7 +255,7 @@ def test_little_s_law() -> None:
 
 @pytest.mark.parametrize("host", ["h100", "8xh100", "mi300x"])
 def test_more_requests_at_once_must_be_worth_the_wait(host: str) -> None:
-    """The first plan answers soonest of those within 1 % that differ in their requests alone."""
+    """The first plan answers soonest of those within 2 % that differ in their requests alone."""
     planning = plan_profile(LLAMA_8B, describe(host), ASK)
     best, *others = planning.ranking.candidates
     fastest = max(planning.ranking.candidates, key=lambda candidate: candidate.tokens_per_second)
@@ -264,7 +264,7 @@ def test_more_requests_at_once_must_be_worth_the_wait(host: str) -> None:
         same = other.plan.changed(max_concurrency=1, prefill_chunk_tokens=1) == best.plan.changed(
             max_concurrency=1, prefill_chunk_tokens=1
         )
-        if same and other.tokens_per_second > 0.99 * fastest.tokens_per_second:
+        if same and other.tokens_per_second > 0.98 * fastest.tokens_per_second:
             assert (other.service.tpot or 0.0) >= (best.service.tpot or 0.0)
     assert planning.preference is not None and "answers sooner" in planning.preference
 

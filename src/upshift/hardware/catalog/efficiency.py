@@ -24,10 +24,10 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
 LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47}
 # Attention of training: its kernels, and the share of the 16-bit peak that forward and backward pass reach together, by the major
 # number of the compute capability. For causal attention of long texts with heads of 128 elements, counted as half of all scores.
-# The backward pass has 2.5 times the work. FlashAttention 1 and 2 on an A100: Dao 2023 (arXiv 2307.08691): forward 30 to 50 % and 50
-# to 73 %, backward 25 to 35 % and up to 63 %. FlashAttention 2 and 3 and cuDNN on an H100: Shah et al. 2024 (arXiv 2407.08608, figures
-# 5 and 6): 335, 616 and 539 TFLOP/s forward, 322, 561 and 516 backward. FlashAttention 1 on an H100 is to 2 as on an A100. cuDNN on
-# a B200: forward 1605 / 1.3 TFLOP/s (together.ai/blog/flashattention-4), backward as on an H100.
+# The backward pass has 2.5 times the work. FlashAttention 1 and 2 on an A100: Dao 2023 (arXiv 2307.08691): forward 30 to 50 % and
+# 50 to 73 %, backward 25 to 35 % and up to 63 %. FlashAttention 2 and 3 and cuDNN on an H100: Shah et al. 2024 (arXiv 2407.08608,
+# figures 5 and 6): 335, 616 and 539 TFLOP/s forward, 322, 561 and 516 backward. FlashAttention 1 on an H100 is to 2 as on an
+# A100. cuDNN on a B200: forward 1605 / 1.3 TFLOP/s (together.ai/blog/flashattention-4), backward as on an H100.
 AttentionKernel = Literal["flash_1", "flash_2", "flash_3", "cudnn"]
 ATTENTION_EFFICIENCY: dict[tuple[AttentionKernel, int], float] = {
     ("flash_1", 8): 0.32,

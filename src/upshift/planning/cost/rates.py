@@ -55,8 +55,8 @@ class Sustained(NamedTuple):
 
 
 # By compute capability, where no trial measured them. Fitted on the published rows of LLM Foundry (benchmarks/published) for MPT
-# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and
-# nothing hidden. Other GPUs: between them, not checked. Attention is fitted to none of them: its kernels were measured alone.
+# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels
+# and nothing hidden. Other GPUs: between them, not checked. Attention is fitted to no row: its kernels were measured alone.
 SUSTAINED = {
     (8, 0): Sustained(0.82, 1.0),
     (9, 0): Sustained(0.70, 0.95),
@@ -92,8 +92,8 @@ class Rates(NamedTuple):
 def predict_rates(host: Host, profile: ModelProfile, plan: Plan, *, kernel: AttentionKernel | None = None) -> Rates | None:
     """Return the rates of one process.
 
-    Return None where the host's rate in this precision is unknown. Such a plan cannot be ranked. ``kernel``: of attention on GPUs,
-    in another program; None: the one that the plan runs.
+    Return None where the host's rate in this precision is unknown. Such a plan cannot be ranked.
+    ``kernel``: of attention on GPUs, in another program; None: the one that the plan runs.
     """
     if plan.device == "cuda":
         return _gpu_rates(host, profile, plan, kernel)

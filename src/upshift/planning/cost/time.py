@@ -43,9 +43,9 @@ CLIP_WORDS = 2.0  # norm reads, scaling writes
 DISPATCHES_PER_UPDATE_IN_BACKWARD = 30.0
 # torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine
 # tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
-# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words. It casts the output's gradient
-# and the input, of which the norm before two of four matrices writes fp8 itself, so that only the transpose is left. Weights are
-# cast once in a step. Counted from sources, never measured here.
+# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words. It casts the output's
+# gradient and the input. The norm before two of four matrices writes fp8 itself, so that only the transpose is left there.
+# Weights are cast once in a step. Counted from sources, never measured here.
 FP8_CAST_SHARE = 2.5 * 5 / 9
 FUSED_FP8_CAST_SHARE = 2.0 * 1.6 / 9
 FP8_KERNELS = 3.0

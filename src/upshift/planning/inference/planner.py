@@ -213,7 +213,8 @@ def _simplest_first(candidates: list[Candidate]) -> list[Candidate]:
     return _soonest_first(move_simplest(candidates, _complexity, can_replace))
 
 
-SAME_THROUGHPUT = 0.99  # of the first plan's: a plan as good, whose answers decide
+SAME_THROUGHPUT = 0.98  # of the first plan's: a plan as good, whose answers decide
+SOONER = 0.95  # of the first plan's time per token: a difference that somebody notices
 REQUEST_CHOICES = {"max_concurrency", "prefill_chunk_tokens"}
 
 
@@ -226,6 +227,8 @@ def _soonest_first(candidates: list[Candidate]) -> list[Candidate]:
     enough = SAME_THROUGHPUT * first.tokens_per_second
     alike = [other for other in candidates if other.tokens_per_second >= enough and only_requests_differ(other, first)]
     chosen = min(alike, key=lambda other: (other.service.tpot or 0.0, other.service.ttft))
+    if (chosen.service.tpot or 0.0) >= SOONER * (first.service.tpot or 0.0):
+        return candidates
     return [chosen, *(other for other in candidates if other is not chosen)]
 
 
@@ -355,9 +358,10 @@ class InferencePlanning:
         if fastest is self.best or not only_requests_differ(fastest, self.best):
             return why_simplest(self.ranking.candidates)
         gain = fastest.tokens_per_second / self.best.tokens_per_second - 1
+        shorter = 1 - self.best.service.ttft / fastest.service.ttft
         return (
-            f"Plan 1 answers sooner: its first token takes {self.best.service.ttft / fastest.service.ttft:.0%} of the time of the "
-            f"fastest, which is predicted {gain:+.1%} with {fastest.plan.max_concurrency:,} at once"
+            f"Plan 1 answers sooner: its first token comes in {shorter:.0%} less time than with {fastest.plan.max_concurrency:,} "
+            f"at once, which is the fastest, predicted {gain:+.1%}"
         )
 
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
