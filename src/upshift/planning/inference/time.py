@@ -364,7 +364,7 @@ MOST_UNPACKED_SHARE = 0.85
 def _read_share(stored: WeightFormat, host: Host) -> float:
     """Return the share of the rate of plain weights that reading these weights reaches."""
     peak = host.gpu.peak if host.gpu is not None else None
-    if stored.read_share == 1.0 or host.gpu is None or peak is None or not (peak.fp32 and peak.memory_bytes_per_second):
+    if stored.read_share == 1.0 or host.gpu is None or peak is None or not peak.fp32 or not peak.memory_bytes_per_second:
         return stored.read_share
     units = 0.5 if host.gpu.compute_capability in SHARED_INTEGER_UNITS else 1.0
     ratio = units * peak.fp32 / peak.memory_bytes_per_second / MEASURED_FLOPS_PER_BYTE
