@@ -6,10 +6,12 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from test_serving_parts import Counted, of_several
@@ -63,9 +65,15 @@ FORM = "application/x-www-form-urlencoded"
 TYPES = (None, "application/json", "application/json; charset=latin-1", FORM, "text/plain", "", "?;=")
 
 
-def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
+@cache
+def app_of_all_requests() -> FastAPI:
+    """One application, as a server has: to make it takes 90 ms, and thousands of bodies are sent here."""
     metrics = Metrics()
-    app = make_app(Server(ModelPool({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+    return make_app(Server(ModelPool({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+
+
+def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
+    app = app_of_all_requests()
 
     async def ask() -> httpx2.Response:
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
