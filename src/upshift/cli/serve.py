@@ -289,7 +289,7 @@ def _make_address(
 def _make_limits(
     request_seconds: float, max_body_mb: float, api_key_file: Path | None, adapter_folder: Path | None, batch_folder: Path | None
 ) -> Any:
-    from upshift.serving.guard import Limits
+    from upshift.serving.request_checks import Limits
 
     return Limits(
         request_seconds=request_seconds,

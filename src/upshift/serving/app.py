@@ -29,8 +29,7 @@ from starlette.routing import Route
 
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.batches import Batches, BatchFolder, LineAnswer
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Guard, Limits, RootPath, route_path
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import DescribeTokenizer, Detokenize, Embed, Piece, Task
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
@@ -50,6 +49,7 @@ from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, Scori
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Guard, Limits, RootPath, route_path
 from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)

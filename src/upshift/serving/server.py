@@ -24,11 +24,11 @@ from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.connections import ConnectionLimit, LimitedConnection
-from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Limits
 
 DRAIN_SECONDS = 30
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors that another port may solve

@@ -13,9 +13,9 @@ from test_responses import CALLS, TEXT, Scripted
 from test_serve_clients import called
 from test_serve_faults import app_of, posted
 
-from upshift.serving.engine_client import RequestRefused, TokenizedPrompt
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import RequestRefused, TokenizedPrompt
 from upshift.serving.messages import Generate, Refused, Tokenize
+from upshift.serving.request_checks import Limits
 
 PATH = "/v1/messages"
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from test_serving_parts import Counted, of_several
 
 from upshift.serving.app import Server, make_app
-from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.request_checks import Limits
 
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",

@@ -27,12 +27,12 @@ from upshift.inference.weights import find_weights
 from upshift.serving import server as serving_server
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.engine.main import _select_engine
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import EngineRequest, Refused
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.openai_requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from upshift.serving.request_checks import Limits
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 SITE = "https://pages.example"
@@ -213,7 +213,7 @@ def test_every_answer_has_a_request_id(caplog: pytest.LogCaptureFixture) -> None
     made = [called("GET", "/health", headers=headers).headers["x-request-id"] for headers in ({}, {}, {"x-request-id": "a b"})]
     made.append(called("GET", "/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"])
     assert len(set(made)) == 4 and all(len(request_id) == 32 for request_id in made)
-    lines = [record.getMessage() for record in caplog.records if record.name == "upshift.serving.guard"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "upshift.serving.request_checks"]
     assert lines[0].startswith("abc-1 POST /v1/completions 200 ") and lines[1].startswith("abc-2 POST /v1/completions 401 ")
 
 
