@@ -50,6 +50,7 @@ from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeReques
 from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
 from upshift.serving.request_checks import Guard, Limits, RootPath, route_path
+from upshift.serving.request_traces import RequestTraces
 from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Server:
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    traces: RequestTraces | None = None
 
     async def chat(self, request: ChatRequest) -> Response:
         return await self._generate(request, "/v1/chat/completions")
@@ -399,7 +401,7 @@ class Server:
                 if request.model in self.pool.adapters:
                     engine_request = engine_request.model_copy(update={"adapter": request.model})
                 pieces = engine.pieces(engine_request)
-                timed_pieces = time_pieces(pieces, self.metrics, request.model)
+                timed_pieces = time_pieces(pieces, self.metrics, request.model, self.traces)
                 texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
                 async for choice in choices:
