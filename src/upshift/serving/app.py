@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -516,6 +517,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     for path, name in (("/", "chat.html"), ("/docs", "docs.html")):
         app.get(path, include_in_schema=False)(partial(_read_page, name))
 
+    for route in [route for route in app.routes if isinstance(route, APIRoute) and "GET" in route.methods]:
+        app.head(route.path, include_in_schema=False)(route.endpoint)  # as monitors ask whether an address is there
     for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -565,7 +568,6 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)
     app.get("/health")(server.health)
-    app.head("/health", include_in_schema=False)(server.health)
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -168,8 +168,9 @@ def test_addresses_that_clients_look_at() -> None:
     missing = called("GET", "/v1/models/c")
     assert missing.status_code == 404 and "ask for one of m, a/b" in missing.json()["error"]["message"]
     assert called("GET", "/version").json()["version"]
-    head = called("HEAD", "/health")
-    assert head.status_code == 200 and not head.content
+    for path in ("/health", "/metrics", "/version", "/v1/models/m", "/docs"):
+        head = called("HEAD", path)
+        assert head.status_code == 200 and not head.content
     assert called("HEAD", "/health", limits=Limits(keys=("k",))).status_code == 200
     assert called("GET", "/v1/models/m", limits=Limits(keys=("k",))).status_code == 401
 
