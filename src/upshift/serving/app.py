@@ -517,7 +517,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     for path, name in (("/", "chat.html"), ("/docs", "docs.html")):
         app.get(path, include_in_schema=False)(partial(_read_page, name))
 
-    for route in [route for route in app.routes if isinstance(route, APIRoute) and "GET" in route.methods]:
+    for route in [route for route in app.routes if isinstance(route, APIRoute) and "GET" in (route.methods or ())]:
         app.head(route.path, include_in_schema=False)(route.endpoint)  # as monitors ask whether an address is there
     for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
