@@ -29,7 +29,7 @@ from scipy.optimize import minimize
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import describe
 from upshift.planning.cost.rates import SUSTAINED, SUSTAINED_ELSEWHERE, Sustained
-from upshift.planning.cost.uncertainty import STEP_INTERVAL
+from upshift.planning.cost.uncertainty import GPU_STEP_INTERVAL
 
 ROWS = Path(__file__).parents[1] / "results" / "published.jsonl"
 TERMS = ("matrix products", "memory traffic")  # in the order of Sustained
@@ -131,7 +131,7 @@ def left_out_ratios(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def figures(ratios: Sequence[float]) -> tuple[str, str, str, str]:
     """Return the median error, its sign, the share of rows within NEAR, and the share in the printed interval of a step."""
-    low, high = STEP_INTERVAL
+    low, high = GPU_STEP_INTERVAL
     median = statistics.median(abs(ratio - 1) for ratio in ratios)
     bias = statistics.median(ratios) - 1
     near = statistics.mean(abs(ratio - 1) <= NEAR for ratio in ratios)

@@ -48,7 +48,7 @@ def test_a_plan_needs_the_config_and_the_header_alone(tmp_path: Path, capsys: py
     assert found["model"]["parameters"]["total"] == TOTAL and found["model"]["is_estimated"]
     assert found["plans"][0]["plan"]["precision"] == "bf16"
     low, high = found["plans"][0]["predicted"]["interval"]
-    assert low < 0.6 and high > 1.6  # those of a trace
+    assert low < 0.7 and high > 1.45  # those of a trace
     assert not {"torch", "transformers"} & ({*sys.modules} - before)
 
 

@@ -352,9 +352,10 @@ class Engine:
         return host_seconds + max(self.launch_seconds - hidden, 0.0)
 
 
-# Weights of fewer bits are unpacked by the general units while they are read. The shares of plain weights' rate were measured on an
-# A100, which has 9.6 FLOPs of these units for a byte of its bandwidth. Another GPU has a share that is larger by its own ratio,
-# but for units that compute either integers or half of its peak in fp32, as in 8.6, 8.9 and 9.0 (NVIDIA's architecture papers).
+# Weights of fewer bits are unpacked by the general units while they are read. The shares of plain weights' rate were measured on
+# an A100, which has 9.6 FLOPs of these units for a byte of its bandwidth. Another GPU has a share that is larger by its own
+# ratio. Units that compute either integers or half of its peak in fp32, as in 8.6, 8.9 and 9.0, count half (NVIDIA's architecture
+# papers).
 MEASURED_FLOPS_PER_BYTE = 19.5 / 2.039
 SHARED_INTEGER_UNITS = ((8, 6), (8, 9), (9, 0))
 # No kernel unpacks for nothing: on RTX 3090, RTX 4090 and L40S 4-bit weights reached 0.71 to 0.95 of the rate of plain ones.
