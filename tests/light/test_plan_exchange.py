@@ -146,6 +146,8 @@ def test_programs_and_files(tmp_path: Path) -> None:
     (tmp_path / "there.yaml").write_text("")
     with pytest.raises(RequestError, match="exists; give another file"):
         read_target(f"accelerate={tmp_path / 'there.yaml'}", serves=False)
+    with pytest.raises(RequestError, match="there is no folder .*nowhere"):
+        read_target(f"accelerate={tmp_path / 'nowhere' / 'a.yaml'}", serves=False)
     for text, serves in (("vllm", False), ("axolotl", True), ("nothing", False)):
         with pytest.raises(RequestError, match="use one of"):
             read_target(text, serves=serves)

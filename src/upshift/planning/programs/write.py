@@ -39,6 +39,8 @@ def read_target(text: str, *, serves: bool) -> tuple[str, Path]:
     target = Path(path or files[program])
     if target.exists():
         raise RequestError(f"--write {program}: {target} exists; give another file, such as --write {program}=new-{target.name}")
+    if not target.parent.is_dir():
+        raise RequestError(f"--write {program}: there is no folder {target.parent}; give a file in a folder that exists")
     return program, target
 
 
