@@ -158,7 +158,12 @@ def join_group(plan: Plan, rank: int, *, init_method: str | None = None, store: 
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage."""
+    """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage.
+
+    NCCL has the same type of error for memory that runs out in this rank.
+    """
+    if find_out_of_memory(error) is not None:
+        return False
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistBackendError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause)):
