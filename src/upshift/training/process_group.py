@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from upshift import parent_process
@@ -126,6 +127,8 @@ def _run_rank_and_exit(own_rank: AssignedRank, plan: Plan, work: Callable[[Reque
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    if plan.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     with join_group(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
         return work(request)
 
