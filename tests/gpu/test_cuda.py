@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, TrainingArguments
 
 import upshift
 from upshift.benchmarking.meters import allocated_peak
@@ -296,6 +297,44 @@ def test_a_run_is_resumed_from_its_checkpoint(precision: str, tmp_path: Path) ->
     assert again[-3:] == pytest.approx(whole[-3:], rel=1e-6)
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def seq2seq() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": TINY.vocab_size}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)).train()
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        (seq2seq, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (llama, {"per_device_train_batch_size": 2, "packing": True}),
+    ],
+    ids=["seq2seq", "packed"],
+)
+def test_a_trainer_cuts_batches_that_lie_on_the_gpu(build: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The loader has moved the script's batches before they are cut, or laid end to end. The losses are transformers' own."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(6, 24, (16,), generator=draw).tolist()
+    rows = [torch.randint(3, TINY.vocab_size, (length,), generator=draw).tolist() for length in lengths]
+    found = []
+    for trainer_class, more in ((transformers.Trainer, {}), (upshift.Trainer, {"plan": plan_of(sequence_length=32, **changes)})):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=7,
+            learning_rate=LEARNING_RATE, per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = trainer_class(model=build(), args=arguments, train_dataset=rows, data_collator=padded, **more)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_a_trainer_without_memory_goes_on_in_halves(tmp_path: Path) -> None:
