@@ -323,6 +323,7 @@ def install() -> None:
     torch._C._cuda_getArchFlags = lambda: ARCHITECTURES
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDeviceCount = _count_by_driver
+    torch._C._cuda_getDevice = current_device
     torch._C._nccl_version = lambda: 2 << 32 | 29 << 16 | 7
     torch.Tensor.record_stream = _of_its_own(_nothing)
     _resize_storages()
