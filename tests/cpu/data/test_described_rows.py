@@ -216,6 +216,28 @@ def test_contents_are_learned_with_eos_where_the_template_writes_it(loss_on: str
     assert tokenized.labels.tolist() == labels
 
 
+ROLES_AND_ENDS: dict[str, tuple[dict[str, Any], list[Any]]] = {  # keys, and the parts of the row from the first content on
+    "user": ({"learned_roles": ["user"]}, [("Hi",), EOS, "!\n", "Ho</s>!\n", ("Go",), EOS, "!\n", "No</s>!\n"]),
+    "all ends": ({"learned_ends": "all"}, ["Hi", EOS, "!\n", ("Ho",), EOS, "!\n", "Go", EOS, "!\n", ("No",), EOS, "!\n"]),
+    "last end": ({"learned_ends": "last"}, ["Hi</s>!\n", ("Ho",), "</s>!\n", "Go</s>!\n", ("No",), EOS, "!\n"]),
+    "no end": ({"learned_ends": "none"}, ["Hi</s>!\n", ("Ho",), "</s>!\n", "Go</s>!\n", ("No",), "</s>!\n"]),
+    "own end": ({"turn_ends": ["!"]}, ["Hi</s>!\n", ("Ho",), EOS, ("!",), "\n", "Go</s>!\n", ("No",), EOS, ("!",), "\n"]),
+}
+
+
+@pytest.mark.parametrize("case", ROLES_AND_ENDS)
+def test_the_roles_and_the_ends_of_turns_that_a_data_set_names_are_learned(case: str, tmp_path: Path) -> None:
+    keys, parts = ROLES_AND_ENDS[case]
+    tokenizer = byte_level_tokenizer("{% for message in messages %}{{ message.content + eos_token + '!\n' }}{% endfor %}")
+    talk = [{"role": ["user", "assistant"][number % 2], "content": word} for number, word in enumerate(["Hi", "Ho", "Go", "No"])]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk}])
+    description = json.dumps([{"path": str(path), "loss_on": "assistant-content", **keys}])
+    tokenized = tokenize(read_data(description, DataOptions(), has_decoder=False).documents, tokenizer)
+    ids, labels = tokens(*parts)
+    assert tokenized.tokens.tolist() == ids and tokenized.labels is not None
+    assert tokenized.labels.tolist() == labels
+
+
 SPLITS = ["train", "train[:10%]", "train[10%:]", "train[-25%:]", "train[3:7]", "train[-4:]", "train[:-9]",
           "train[:5%]+train[-5%:]", "train[50:10]", "train[:1000]", "train[17%:33%]", "test[1:]"]  # fmt: skip
 
@@ -292,6 +314,10 @@ def test_a_file_lists_data_sets_beside_it(tmp_path: Path) -> None:
         ({"path": "t.jsonl", "template": "llama-factory/llama3"}, "token <|eot_id|>, which the tokenizer does not have"),
         ({"path": "s.jsonl"}, "s.jsonl:1: segment 1 is"),
         ({"path": ""}, "has an empty path"),
+        ({"path": "t.jsonl", "learned_roles": ["user"]}, "has learned_roles, which needs loss_on assistant-content"),
+        ({"path": "t.jsonl", "learned_roles": [], "loss_on": "assistant-content"}, "learned_roles is empty"),
+        ({"path": "t.jsonl", "learned_ends": "first", "loss_on": "content"}, "learned_ends"),
+        ({"path": "t.jsonl", "turn_ends": ["two words"], "loss_on": "content"}, "'two words' is not one token"),
         ("a.jsonl", "write its path"),
     ],
     ids=str,

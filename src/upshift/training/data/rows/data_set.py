@@ -15,7 +15,7 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
-from upshift.training.data.data_options import LossOn
+from upshift.training.data.data_options import LearnedContents, LearnedEnds, LossOn
 from upshift.training.data.row_formats import PREFERENCE, RowFormat
 from upshift.training.data.rows.instruction_prompts import PROMPTS, InstructionPrompt, check_places, find_prompt
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
@@ -27,6 +27,7 @@ KEY = "data_sets"
 SUFFIXES = (".yaml", ".yml")
 AXOLOTL = "axolotl/"
 LLAMA_FACTORY = "llama-factory/"
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class DataSet(Value):
@@ -44,12 +45,20 @@ class DataSet(Value):
     system: str | None = Field(None, description="the system message of rows without one, with a template of turns")
     thinks: bool = Field(True, description="keep the thoughts of answers, with a template of turns")
     loss_on: LossOn | None = Field(None, description="what is learned; None: --loss-on says it")
-
     learned_turns: Literal["all", "last"] = Field("all", description="the turns of the assistant that are learned")
+    learned_roles: tuple[Role, ...] = Field(
+        ("assistant",), description="whose contents are learned, with loss_on assistant-content"
+    )
+    learned_ends: LearnedEnds = Field("turn", description="the ends of turns that are learned, with loss_on assistant-content")
+    turn_ends: tuple[str, ...] = Field((), description="tokens that end a turn, beside EOS, with loss_on assistant-content")
 
     @property
     def learns_last_only(self) -> bool:
         return self.learned_turns == "last"
+
+    @property
+    def learned_contents(self) -> LearnedContents:
+        return LearnedContents(self.learned_roles, self.learned_ends, self.turn_ends)
 
     @property
     def rows(self) -> RowSlice:
@@ -85,11 +94,24 @@ class DataSet(Value):
         if self.learns_last_only and (self.loss_on in ("content", "all") or self.format == PREFERENCE):
             other = f"format {PREFERENCE}" if self.format == PREFERENCE else f"loss_on {self.loss_on}"
             raise RequestError(f"{origin} has learned_turns last and {other}; leave one of the two out")
+        self._check_contents(origin)
         if self.prompt is not None:
             check_places(self.prompt.with_input, ("instruction", "input"), f"{origin}: with_input")
             check_places(self.prompt.without_input, ("instruction",), f"{origin}: without_input")
             check_places(self.prompt.system, ("system",), f"{origin}: system")
         _ = self.rows
+
+    def _check_contents(self, origin: str) -> None:
+        """Raise RequestError for keys of learned contents that would have no effect."""
+        plain = {"learned_roles": ("assistant",), "learned_ends": "turn", "turn_ends": ()}
+        given = [name for name, value in plain.items() if getattr(self, name) != value]
+        learns_contents = self.loss_on in ("assistant-content", "content")
+        if given and (not learns_contents or self.template is not None or self.prompt is not None):
+            raise RequestError(f"{origin} has {given[0]}, which needs loss_on assistant-content, without a template and a prompt")
+        if self.loss_on == "content" and "learned_roles" in given:
+            raise RequestError(f"{origin} has loss_on content and learned_roles; leave one of the two out")
+        if not self.learned_roles:
+            raise RequestError(f"{origin}: learned_roles is empty, so nothing is learned; give such as [assistant]")
 
 
 class Described(NamedTuple):

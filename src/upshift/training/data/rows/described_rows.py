@@ -79,6 +79,8 @@ class RowReader:
             self.check_columns(record, place)
             return self._prompt.segments_of(record, place)
         row = read_chat(record, columns, place)
+        if isinstance(row, Chat):
+            row = replace(row, learned_contents=self._data_set.learned_contents)
         if self._data_set.learns_last_only and isinstance(row, Chat):
             row = _with_last_turn_learned(row)
         if self._writer is not None and isinstance(row, PreferencePair):
