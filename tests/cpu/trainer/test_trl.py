@@ -205,7 +205,7 @@ def test_rows_that_trl_generates_get_a_plan_and_trls_own_losses(case: str, model
     norms = [entry["grad_norm"] for entry in ours.state.log_history if "loss" in entry]
     assert len(set(norms)) == 6  # advantages have the mean 0, and so has GRPO's loss on the rows of one generation
     choice = ours.upshift_choice
-    assert choice.reason == "the batches stay whole: the trainer generates their rows"
+    assert choice.reason == "the batches stay whole: the trainer generates the rows"
     assert f"rows of {WIDTH} tokens: the longest of 16 prompts" in choice.covers
     plan = choice.plan
     accumulation = options.get("gradient_accumulation_steps", 1)

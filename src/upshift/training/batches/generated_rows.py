@@ -24,7 +24,7 @@ from upshift.training.batches.model_calls import TOKENS
 from upshift.training.batches.user_batches import InseparableRows
 from upshift.training.checkpoint.rng import preserved_rng
 
-GENERATES = "the trainer generates their rows"  # why batches stay whole
+GENERATES = "the trainer generates the rows"  # why batches stay whole
 OWN_BATCHES = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
 ONLINE_TRAINERS = ("GRPOTrainer", "RLOOTrainer")  # their batches hold one row for each completion
 OTHER_ROWS = {  # attributes under which the rows are no prompts of the data set with completions
