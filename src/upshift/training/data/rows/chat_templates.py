@@ -28,6 +28,4 @@ PHI_35 = (
     "{{- '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"
 )
-CHAT_TEMPLATES: Mapping[str, str] = {
-    "chatml": CHATML, "gemma": GEMMA, "llama3": LLAMA3, "phi_35": PHI_35,
-}  # fmt: skip
+CHAT_TEMPLATES: Mapping[str, str] = {"chatml": CHATML, "gemma": GEMMA, "llama3": LLAMA3, "phi_35": PHI_35}
