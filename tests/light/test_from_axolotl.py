@@ -152,6 +152,11 @@ def test_tokens_that_end_turns_and_pairs_with_a_prompt_become_descriptions(tmp_p
         {"path": "p", "format": "preference", "columns": {"messages": "talk", "chosen": "good", "rejected": "rejected"},
          "message_fields": {"role": "role", "content": "content"}, "roles": {}}
     ]  # fmt: skip
+    for kind, name in (("chatml.intel", "chatml.intel"), ("llama3", "llama3.default")):
+        found = options(tmp_path, datasets=[{"path": "p", "type": kind}], rl="dpo")
+        assert json.loads(found["data"]) == [{"path": "p", "format": "preference", "template": f"axolotl/{name}"}]
+    texts = options(tmp_path, datasets=[{"path": "p", "type": "passthrough"}], rl="dpo")
+    assert texts["data"] == "p" and texts["data_format"] == "preference"
 
 
 def test_evaluation_data_of_the_same_rows_is_a_path(tmp_path: Path) -> None:
@@ -191,6 +196,11 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"adapter": "lora", "lora_r": 8}, "lora_target_modules (it is missing"),
         ({"load_in_4bit": True}, "load_in_4bit (weights in 4 bits need adapter: qlora)"),
         ({"rl": "kto"}, "rl kto (upshift train has sft, dpo and reward models; train by upshift.trl.KTOTrainer in a script"),
+        (
+            {"rl": "dpo", "datasets": [{"path": "a", "type": "zephyr.nectar"}]},
+            "datasets.type zephyr.nectar (for pairs use chat_t",
+        ),
+        ({"rl": "dpo", "datasets": [{"path": "a", "type": "alpaca"}]}, "datasets.type alpaca (for pairs use chat_template.def"),
         ({"rl": "simpo"}, "rl simpo (upshift train has sft, dpo and reward models)"),
         ({"loss_watchdog_threshold": 5.0}, "loss_watchdog_threshold (a run stops by itself"),
         ({"val_set_size": "few"}, "val_set_size few (give a share below 1, or a number)"),

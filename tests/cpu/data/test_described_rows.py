@@ -179,6 +179,24 @@ def test_a_pair_with_its_question_elsewhere_is_two_chats(tmp_path: Path, caplog:
 ANSWERS = {"chosen": "b", "rejected": "c"}
 
 
+@pytest.mark.parametrize("question", ["question", "instruction"])
+def test_a_pair_of_texts_is_written_as_axolotls_type_writes_it(question: str, tmp_path: Path) -> None:
+    template = "axolotl/chatml.intel" if question == "question" else "axolotl/llama3.default"
+    start, end = ("<|im_start|>{}\n", "<|im_end|>\n")
+    if question == "instruction":
+        start, end = ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>")
+    rows = [
+        {question: "Go {where}?", "chosen": "North", "rejected": "No", "system": system, "n": 3} for system in ("Be brief.", None)
+    ]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    found = encode([{"path": path, "format": "preference", "template": template}], objective="dpo")
+    expected = []
+    for system in (f"{start.format('system')}Be brief.{end}", ""):
+        prompt = f"{BOS}{system}{start.format('user')}Go {{where}}?{end}{start.format('assistant')}"
+        expected += [tokens(prompt, (answer + end.strip(),), EOS) for answer in ("North", "No")]
+    assert found == expected
+
+
 def test_thoughts_are_added_or_removed(tmp_path: Path) -> None:
     rows = [{"instruction": "Go", "output": "North"}, {"instruction": "Go", "output": "<think>\nhm\n</think>\n\nNorth"}]
     data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "template": "llama-factory/seed_oss"}
@@ -314,6 +332,7 @@ def test_a_file_lists_data_sets_beside_it(tmp_path: Path) -> None:
         ({"path": "t.jsonl", "template": "llama-factory/llama3"}, "token <|eot_id|>, which the tokenizer does not have"),
         ({"path": "s.jsonl"}, "s.jsonl:1: segment 1 is"),
         ({"path": ""}, "has an empty path"),
+        ({"path": "t.jsonl", "template": "axolotl/chatml.intel"}, "writes pairs of answers; add format: preference"),
         ({"path": "t.jsonl", "learned_roles": ["user"]}, "has learned_roles, which needs loss_on assistant-content"),
         ({"path": "t.jsonl", "learned_roles": [], "loss_on": "assistant-content"}, "learned_roles is empty"),
         ({"path": "t.jsonl", "learned_ends": "first", "loss_on": "content"}, "learned_ends"),

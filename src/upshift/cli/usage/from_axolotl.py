@@ -29,6 +29,7 @@ from upshift.text import did_you_mean
 from upshift.training.data.data_options import LearnedEnds
 from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.instruction_prompts import PROMPTS
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS
 
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 TRACKERS = {
@@ -45,12 +46,12 @@ FALLBACK = f"{TOKENIZERS_OWN}_fallback_"
 LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: the path is then that of the files
 ROW_FORMATS = {  # by the type of a data set
     "chat_template": "messages",
-    "chat_template.default": "messages",
     "chat_template.argilla_chat": "preference",
     "completion": "text",
     "input_ids": "input_ids",
     "input_output": "segments",
 }
+PAIR_TYPES = ("chat_template.default", "chat_template.argilla_chat", "passthrough.default")  # of rl: dpo
 MESSAGE_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"human": "user", "gpt": "assistant"}  # that Axolotl renames by default
 PLAIN_NAME = re.compile(r"[^{}.:!\[\]]+")  # of a column that may stand in braces
@@ -199,6 +200,8 @@ def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any],
     for name in ("chat_template", "chat_template_jinja"):  # those of chats are read already; other rows have none
         data_set.pop(name, None)
     learned = _read_learned_contents(config, source, data_set, learns_all=learns_all)
+    if config.values.get("rl") == "dpo":
+        return _read_pairs(config, source, kind, data_set)
     of_answers: dict[str, Any] = {"loss_on": "all"} if learns_all else {}
     if isinstance(kind, Mapping):
         return {"prompt": _read_own_prompt(config, source, kind), **of_answers}
@@ -212,11 +215,6 @@ def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any],
     if row_format == "text":
         return {"text_column": data_set.pop("field", "text")}
     if row_format == "messages":
-        if config.values.get("rl") == "dpo":
-            config.notes.append(
-                "pairs: the white space that the chat template writes after an answer is learned; Axolotl cuts it off"
-            )
-            return _read_pair(data_set)
         if config.values.get("eot_tokens"):
             learned["turn_ends"] = [str(token) for token in config.values["eot_tokens"]]
         return _read_messages(data_set) | {"loss_on": "content" if learns_all else "assistant-content"} | learned
@@ -290,8 +288,18 @@ def _read_messages(data_set: dict[str, Any]) -> dict[str, Any]:
     return {"format": "messages", "columns": columns, "message_fields": names, "roles": dict(roles)}
 
 
-def _read_pair(data_set: dict[str, Any]) -> dict[str, Any]:
-    """Return the form of pairs: the messages of the prompt, and the chosen and the rejected message, in columns of their own."""
+def _read_pairs(config: ForeignConfig, source: str, kind: Any, data_set: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of pairs of answers. Reject a type that Axolotl does not have for them, or that has no form here."""
+    name = f"{kind}.default" if isinstance(kind, str) and "." not in kind else str(kind)
+    if name in PAIR_PROMPTS:
+        return {"format": "preference", "template": f"axolotl/{name}"}
+    if name not in PAIR_TYPES:
+        config.reject(f"{source}.type {kind}", f"for pairs use {', '.join((*PAIR_TYPES, *PAIR_PROMPTS))}", replaced_by="data")
+        return {}
+    if name != "passthrough.default":
+        config.notes.append("pairs: white space that the chat template writes after an answer is learned; Axolotl cuts it off")
+    if name != "chat_template.default":
+        return {"format": "preference"}
     columns = {name: str(data_set.pop(f"field_{name}", name)) for name in ("messages", "chosen", "rejected")}
     fields = {"role": "role", "content": "content"} | dict(data_set.pop("message_property_mappings", {}))
     roles = {str(other): str(role) for role, others in data_set.pop("roles", {}).items() for other in others}

@@ -19,6 +19,7 @@ from upshift.training.data.data_options import LearnedContents, LearnedEnds, Los
 from upshift.training.data.row_formats import PREFERENCE, RowFormat
 from upshift.training.data.rows.instruction_prompts import PROMPTS, InstructionPrompt, check_places, find_prompt
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS, PairPrompt, find_pair_prompt
 from upshift.training.data.rows.row_slice import RowSlice, read_split
 from upshift.training.data.rows.turn_templates import TurnWriter
 from upshift.value import Value
@@ -67,9 +68,15 @@ class DataSet(Value):
     @property
     def instruction_prompt(self) -> InstructionPrompt | None:
         """Return the prompt of an instruction and its answer, or None for another template."""
-        if self.prompt is None and self.template is not None and self.template.startswith(AXOLOTL):
+        is_named = self.template is not None and self.template.startswith(AXOLOTL) and self.pair_prompt is None
+        if self.prompt is None and self.template is not None and is_named:
             return find_prompt(self.template.removeprefix(AXOLOTL))
         return self.prompt
+
+    @property
+    def pair_prompt(self) -> PairPrompt | None:
+        """Return what writes the texts of a pair of answers, or None for another template."""
+        return find_pair_prompt((self.template or "").removeprefix(AXOLOTL))
 
     @property
     def turn_writer(self) -> TurnWriter | None:
@@ -81,7 +88,7 @@ class DataSet(Value):
 
     def check(self, origin: str) -> None:
         """Raise RequestError for a template that does not exist, and for answers that exclude each other."""
-        names = [f"{AXOLOTL}{name}" for name in PROMPTS] + [f"{LLAMA_FACTORY}{name}" for name in TEMPLATES]
+        names = [f"{AXOLOTL}{name}" for name in (*PROMPTS, *PAIR_PROMPTS)] + [f"{LLAMA_FACTORY}{name}" for name in TEMPLATES]
         if self.template is not None and self.template not in names:
             raise RequestError(
                 f"{origin}: template {self.template!r} is not known{did_you_mean(self.template, names)}; docs/data.md lists the "
@@ -89,6 +96,8 @@ class DataSet(Value):
             )
         if not self.path:
             raise RequestError(f"{origin} has an empty path; give that of a file or a folder")
+        if self.pair_prompt is not None and self.format != PREFERENCE:
+            raise RequestError(f"{origin}: template {self.template} writes pairs of answers; add format: {PREFERENCE}")
         if self.template is not None and self.prompt is not None:
             raise RequestError(f"{origin} has a template and a prompt; give one of them")
         if self.learns_last_only and (self.loss_on in ("content", "all") or self.format == PREFERENCE):
