@@ -89,8 +89,8 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]}, {"eval_data": "held-out.jsonl"}),
         ({"special_tokens": {"pad_token": "<pad>", "eos_token": None}, "chat_template": "tokenizer_default"}, {}),
         ({"rl": "dpo", "rl_beta": 0.3, "datasets": [{"path": "p.jsonl", "type": "chat_template.argilla_chat"}]},
-         {"objective": "dpo", "dpo_beta": 0.3, "data": "p.jsonl", "data_format": "preference", "long_rows": None,
-          "loss_on": None}),
+         {"objective": "dpo", "dpo_beta": 0.3, "data": '[{"path": "p.jsonl", "format": "preference", "answer_ends": "eos"}]',
+          "data_format": None, "long_rows": None, "loss_on": None}),
         ({"datasets": [{"path": "json", "data_files": "t.jsonl", "type": "completion", "field": "body"}]},
          {"data": "t.jsonl", "text_column": "body", "data_format": None, "long_rows": None, "loss_on": None}),
         ({"datasets": [{"path": "c.jsonl", "type": "chat_template", "field_messages": "conversations"}]},
@@ -149,7 +149,8 @@ def test_tokens_that_end_turns_and_pairs_with_a_prompt_become_descriptions(tmp_p
     pairs = [{"path": "p", "type": "chat_template.default", "field_messages": "talk", "field_chosen": "good"}]
     found = options(tmp_path, datasets=pairs, rl="dpo")
     assert found["objective"] == "dpo" and json.loads(found["data"]) == [
-        {"path": "p", "format": "preference", "columns": {"messages": "talk", "chosen": "good", "rejected": "rejected"},
+        {"path": "p", "format": "preference", "answer_ends": "eos",
+         "columns": {"messages": "talk", "chosen": "good", "rejected": "rejected"},
          "message_fields": {"role": "role", "content": "content"}, "roles": {}}
     ]  # fmt: skip
     for kind, name in (("chatml.intel", "chatml.intel"), ("llama3", "llama3.default")):

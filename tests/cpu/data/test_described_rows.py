@@ -197,6 +197,17 @@ def test_a_pair_of_texts_is_written_as_axolotls_type_writes_it(question: str, tm
     assert found == expected
 
 
+def test_answers_of_pairs_end_with_eos_in_place_of_the_templates_white_space(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Where?"}], "chosen": "North", "rejected": "No"}]
+    columns = {"columns": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"}}
+    data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "format": "preference", **columns}
+    prompt = f"{BOS}<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+    plain = encode([data_set], objective="dpo")
+    assert plain == [tokens(prompt, (f"{answer}<|im_end|>\n",)) for answer in ("North", "No")]
+    ended = encode([data_set | {"answer_ends": "eos"}], objective="dpo")
+    assert ended == [tokens(prompt, (f"{answer}<|im_end|>",), EOS) for answer in ("North", "No")]
+
+
 def test_thoughts_are_added_or_removed(tmp_path: Path) -> None:
     rows = [{"instruction": "Go", "output": "North"}, {"instruction": "Go", "output": "<think>\nhm\n</think>\n\nNorth"}]
     data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "template": "llama-factory/seed_oss"}
@@ -332,6 +343,7 @@ def test_a_file_lists_data_sets_beside_it(tmp_path: Path) -> None:
         ({"path": "t.jsonl", "template": "llama-factory/llama3"}, "token <|eot_id|>, which the tokenizer does not have"),
         ({"path": "s.jsonl"}, "s.jsonl:1: segment 1 is"),
         ({"path": ""}, "has an empty path"),
+        ({"path": "t.jsonl", "answer_ends": "eos"}, "has answer_ends, which needs format: preference without a template"),
         ({"path": "t.jsonl", "template": "axolotl/chatml.intel"}, "writes pairs of answers; add format: preference"),
         ({"path": "t.jsonl", "learned_roles": ["user"]}, "has learned_roles, which needs loss_on assistant-content"),
         ({"path": "t.jsonl", "learned_roles": [], "loss_on": "assistant-content"}, "learned_roles is empty"),

@@ -296,14 +296,13 @@ def _read_pairs(config: ForeignConfig, source: str, kind: Any, data_set: dict[st
     if name not in PAIR_TYPES:
         config.reject(f"{source}.type {kind}", f"for pairs use {', '.join((*PAIR_TYPES, *PAIR_PROMPTS))}", replaced_by="data")
         return {}
-    if name != "passthrough.default":
-        config.notes.append("pairs: white space that the chat template writes after an answer is learned; Axolotl cuts it off")
+    form = {"format": "preference"} | ({} if name == "passthrough.default" else {"answer_ends": "eos"})
     if name != "chat_template.default":
-        return {"format": "preference"}
+        return form
     columns = {name: str(data_set.pop(f"field_{name}", name)) for name in ("messages", "chosen", "rejected")}
     fields = {"role": "role", "content": "content"} | dict(data_set.pop("message_property_mappings", {}))
     roles = {str(other): str(role) for role, others in data_set.pop("roles", {}).items() for other in others}
-    return {"format": "preference", "columns": columns, "message_fields": fields, "roles": roles}
+    return form | {"columns": columns, "message_fields": fields, "roles": roles}
 
 
 def _read_objective(config: ForeignConfig) -> None:

@@ -55,6 +55,7 @@ class Chat:
     has_answer: bool = True  # False: the column of the answer is empty, so there is nothing to learn
     loss_on: LossOn | None = None  # None: that of the run
     learned_contents: LearnedContents = LearnedContents()  # if contents alone are learned
+    ends_with_eos: bool = False  # an answer of a pair ends with EOS in place of the white space that the template writes
 
     @property
     def num_characters(self) -> int:

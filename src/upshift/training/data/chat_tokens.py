@@ -219,6 +219,7 @@ class ChatEncoder:
                 yield row._replace(margin=margin)
             return
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
+        texts += [self._write_texts(answer) for answer in answers if isinstance(answer, Chat) and answer.ends_with_eos]
         if texts:
             wholes = self._tokenize_texts(texts)
             prompts = self._tokenize_prompts_of_texts(texts)
@@ -236,6 +237,18 @@ class ChatEncoder:
                 if not texts:
                     self._check_end(row, preference.place)
                 yield row
+
+    def _write_texts(self, chat: Chat) -> PromptCompletion:
+        """Return the texts of a prompt and an answer, without white space at the end."""
+        chat = self._writer.prepare(chat)
+        has_prompt = bool(chat.num_prompt_messages)
+        prompt = self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) if has_prompt else ""
+        whole = self._writer.write_whole(chat)
+        if not whole.startswith(prompt):
+            raise RequestError(
+                f"{chat.place}: the chat template writes the prompt in another way when an answer follows; remove answer_ends"
+            )
+        return PromptCompletion(place=chat.place, prompt=prompt, completion=whole.removeprefix(prompt).rstrip())
 
     def _check_margins(self, preferences: Sequence[PreferencePair]) -> None:
         """Raise RequestError if one row has a margin, and another one has none."""

@@ -51,6 +51,7 @@ class DataSet(Value):
         ("assistant",), description="whose contents are learned, with loss_on assistant-content"
     )
     learned_ends: LearnedEnds = Field("turn", description="the ends of turns that are learned, with loss_on assistant-content")
+    answer_ends: Literal["template", "eos"] = Field("template", description="what ends the answers of a pair")
     turn_ends: tuple[str, ...] = Field((), description="tokens that end a turn, beside EOS, with loss_on assistant-content")
 
     @property
@@ -103,6 +104,8 @@ class DataSet(Value):
         if self.learns_last_only and (self.loss_on in ("content", "all") or self.format == PREFERENCE):
             other = f"format {PREFERENCE}" if self.format == PREFERENCE else f"loss_on {self.loss_on}"
             raise RequestError(f"{origin} has learned_turns last and {other}; leave one of the two out")
+        if self.answer_ends == "eos" and (self.format != PREFERENCE or self.template is not None):
+            raise RequestError(f"{origin} has answer_ends, which needs format: {PREFERENCE} without a template")
         self._check_contents(origin)
         if self.prompt is not None:
             check_places(self.prompt.with_input, ("instruction", "input"), f"{origin}: with_input")

@@ -13,6 +13,7 @@ from upshift.training.data.row_formats import PREFERENCE, Columns, list_columns
 from upshift.training.data.rows.data_set import DataSet
 from upshift.training.data.rows.segments import SegmentRow
 
+Answer = Chat | PromptCompletion | SegmentRow
 ChatDocument = Chat | PromptCompletion | PreferencePair | SegmentRow
 MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 QUESTION_COLUMNS = ("instruction", "input", "history", "messages", "system")  # that the prompt of a pair is made from
@@ -90,6 +91,8 @@ class RowReader:
         row = read_chat(record, columns, place)
         if isinstance(row, Chat):
             row = replace(row, learned_contents=self._data_set.learned_contents)
+        if self._data_set.answer_ends == "eos" and isinstance(row, PreferencePair):
+            row = replace(row, chosen=_with_eos(row.chosen), rejected=_with_eos(row.rejected))
         if self._data_set.learns_last_only and isinstance(row, Chat):
             row = _with_last_turn_learned(row)
         if self._writer is not None and isinstance(row, PreferencePair):
@@ -119,6 +122,10 @@ class RowReader:
         if isinstance(renamed.get("weight"), bool):
             renamed["weight"] = int(renamed["weight"])
         return renamed
+
+
+def _with_eos(answer: Answer) -> Answer:
+    return replace(answer, ends_with_eos=True) if isinstance(answer, Chat) else answer
 
 
 def _with_last_turn_learned(chat: Chat) -> Chat:
