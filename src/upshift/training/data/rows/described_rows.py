@@ -69,7 +69,7 @@ class RowReader:
         """Return a row with our names of columns, fields of messages, and roles."""
         row = {ours: record[theirs] for theirs, ours in self.renamed(record).items()}
         if self._pair_prompt is not None:
-            return self._pair_prompt.write(row, place)
+            return self._pair_prompt.texts_of(row, place)
         if self._data_set.message_fields or self._data_set.roles:
             for name in MESSAGE_COLUMNS:
                 if name in row:

@@ -63,7 +63,7 @@ class PairPrompt:
         found = {ours: next((name for name in theirs if name in names), None) for ours, theirs in choices.items()}
         return {ours: name for ours, name in found.items() if name is not None}
 
-    def write(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def texts_of(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a row of texts. Raise RequestError for a column that is missing, or that holds no text."""
         if "prompt" not in row:
             raise RequestError(f"{place} has no column {' or '.join(self.questions)}, which the template reads; rename it")
