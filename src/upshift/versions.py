@@ -87,8 +87,9 @@ def libraries_of_extras(extras: Iterable[str]) -> list[str]:
 def extra_with(module: str) -> tuple[str, str] | None:
     """Return the library that installs a module, and the extra of Upshift that brings this library.
 
-    The extra is "" for a library that Upshift always needs. Of several extras it is the one with the fewest requirements. The
-    result is None for a module that no extra brings, and for one inside a package: the package is there, in another version."""
+    The extra is "" for a library that Upshift always needs. If several extras bring it, the one with the fewest requirements.
+    The result is None for a module that no extra brings, and for one inside a package: that package is there, in another
+    version."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

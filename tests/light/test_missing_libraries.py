@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "upshift"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-INSTALLED = {"numpy", "packaging", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "typer"}  # docs/planning.md
+INSTALLED = {"numpy", "packaging", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "typer"}  # by docs/planning.md
 OF_ANOTHER_ENVIRONMENT = {"vllm"}  # upshift engines install vllm
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
@@ -159,4 +159,6 @@ def test_a_missing_library_is_one_line(command: str, answers: dict[str, tuple[in
 
 def test_a_quick_plan_needs_few_libraries(answers: dict[str, tuple[int, str]]) -> None:
     assert answers["plan"][0] == 0, answers["plan"]
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert re.findall(r"^pip install --no-deps \.\npip install (.*)$", page, re.MULTILINE) == [" ".join(sorted(INSTALLED))]
     assert {name for name in NEEDS_NONE if " needs " in answers[name][1]} == set()
