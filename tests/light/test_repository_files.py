@@ -146,14 +146,3 @@ def test_the_wheel_is_checked_by_a_quick_plan() -> None:
     words = line.partition("bin/upshift plan ")[2].split()
     assert Path(words[0]).is_file()
     check("upshift plan " + " ".join(words), True)
-
-
-def test_the_changelog_keeps_the_form() -> None:
-    """https://keepachangelog.com/en/1.1.0: the newest version first, and in each version kinds of changes."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert versions[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
-    kinds = re.findall(r"^### (.*)$", text, re.MULTILINE)
-    assert kinds and {*kinds} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    assert len(kinds) == len({*kinds}) or len(versions) > 1
