@@ -226,6 +226,9 @@ def test_an_unknown_option_and_a_missing_argument(path: tuple[str, ...]) -> None
         (("tune", "MODEL", "--data", "d", "--space", __file__, "--objective", "time,los"), "--objective 'los'"),
         (("plan", "MODEL", "--on", "h100", "--set", "precsion=bf16"), "MODEL"),
         (("launch", "--slurm", "--", "train", "MODEL"), "upshift train needs --data PATH"),
+        (("launch", "--slurm", "--nodes", "0", "--", "train", "MODEL", "--data", "d"), "--nodes 0 is no range"),
+        (("shard", "MODEL", "--max-shard-size", "big", "--output", "o"), "--max-shard-size 'big' is no size of memory"),
+        (("inspect", "MODEL", "--placement", "--max-memory", "0=lots"), "--max-memory 0: 'lots' is no size of memory"),
     ],
 )
 def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> None:
