@@ -16,6 +16,7 @@ EXTRA = re.compile(r"extra == [\"']([^\"']+)")  # in a requirement's marker
 DISTRIBUTIONS = {  # modules whose name is not that of the library to install, and modules that another library installs
     "huggingface_hub": "transformers",
     "llama_cpp": "llama-cpp-python",
+    "opentelemetry": "opentelemetry-sdk",
     "PIL": "pillow",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
