@@ -12,9 +12,10 @@ import transformers
 from command import Command
 from test_media import SPEECH, WHISPER, write_sound
 
-from upshift.inference.media import files as media_files
-from upshift.inference.media.files import MediaItem, read_media, read_sound_at
+from upshift.inference.media.files import read_media
 from upshift.inference.media.speech import Transcriber
+from upshift.loading.media import items as media_files
+from upshift.loading.media.items import MediaItem, read_sound_at
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 RATE = 16_000

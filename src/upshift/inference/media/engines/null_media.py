@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.files import Modality
+from upshift.loading.media.items import Modality
 
 
 class NullMediaEngine:
