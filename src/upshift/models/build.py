@@ -194,18 +194,18 @@ def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
         has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of texts and images
         if fits_kind and not is_decoder and not has_text_part:
             return Architecture(trainable, task)
-    model_class = next(_classes_for(FEATURES, config), None)
+    model_class = next(find_classes(FEATURES, config), None)
     return None if model_class is None else Architecture(model_class, FEATURES)
 
 
 def _trainable_classes(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel], ModelTask]]:
     """Yield the trainable classes that transformers has for this model_type, in the order of TASKS."""
     for task in TRAINED:
-        for model_class in _classes_for(task, config):
+        for model_class in find_classes(task, config):
             yield model_class, task
 
 
-def _classes_for(task: ModelTask, config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+def find_classes(task: ModelTask, config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """Yield the classes that transformers lists for a task and this model_type, and that take its config."""
     for name in task.classes_of(config.model_type):
         model_class = getattr(transformers, name, None)

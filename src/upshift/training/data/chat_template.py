@@ -332,8 +332,8 @@ def learned_turns(chat: Chat) -> list[int]:
 
 
 def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
-    """Return the text of a content that is a text or a list of parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    """Return the text of a content that is a text or a list of parts. An image has none."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def with_content(chat: Chat, index: int, word: str) -> Chat:

@@ -38,6 +38,7 @@ class StepDone:
     logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
     logged_reward_accuracy: float | None = None  # of pairs: means since the previous logged step
     logged_reward_margin: float | None = None
+    unit: str = "tokens"  # of ``tokens`` and their speed; images and sounds are counted as rows
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Evaluated:
     loss: float
     reward_accuracy: float | None = None  # as in StepDone
     reward_margin: float | None = None
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
