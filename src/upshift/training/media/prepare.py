@@ -30,7 +30,7 @@ def prepare_media(
     _check_options(options, media.kind, sequence_length)
     if source.directory is None:
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
-    rows = read_media_rows(data, options, eval_data=eval_data)
+    rows = read_media_rows(data, options, eval_data=eval_data, are_sorted=media.kind == "image-classification")
     if media.kind == "image-text-to-text":
         return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)
     if media.kind == "image-classification":

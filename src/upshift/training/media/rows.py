@@ -50,8 +50,10 @@ class MediaRows(NamedTuple):
     origin: str
 
 
-def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = None) -> MediaRows:
-    """Return the rows to train and to evaluate on. Raise RequestError for data without rows, and for data of another form."""
+def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = None, are_sorted: bool = False) -> MediaRows:
+    """Return the rows to train and to evaluate on. Raise RequestError for data without rows, and for data of another form.
+
+    ``are_sorted``: the rows may be sorted by what is learned, so that those held out are spread over them, and not the last."""
     training, evaluation = _read_splits(data, options)
     rows = list(training)
     if not rows:
@@ -68,11 +70,13 @@ def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = 
         )
     if held_out:
         return MediaRows(rows, held_out, data)
-    return _hold_out(rows, num_held_out(len(rows), options.eval_size), data)
+    number = num_held_out(len(rows), options.eval_size)
+    if not are_sorted:
+        return MediaRows(rows[: len(rows) - number], rows[len(rows) - number :], data)
+    return _hold_out_evenly(rows, number, data)
 
 
-def _hold_out(rows: list[MediaRow], number: int, origin: str) -> MediaRows:
-    """Hold rows out, evenly spread over the data, because the rows of a folder are sorted by their labels."""
+def _hold_out_evenly(rows: list[MediaRow], number: int, origin: str) -> MediaRows:
     chosen = set(np.linspace(0, len(rows) - 1, num=number + 2).astype(int)[1:-1].tolist())
     held_out = [row for number, row in enumerate(rows) if number in chosen]
     return MediaRows([row for number, row in enumerate(rows) if number not in chosen], held_out, origin)

@@ -32,6 +32,8 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.model import read_adapter
+from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
+from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
 from upshift.training.loop.events import Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
@@ -46,6 +48,12 @@ RUN_FILE = "media_run.json"
 OWN_FILES = (CHECKPOINTS, RUN_FILE)
 LARGEST_MICRO_BATCH = 8  # rows
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
+CHATS: MediaKind = "image-text-to-text"
+CHAT_PRECISIONS = ("fp32", "bf16")
+NO_PLAN = (
+    "chats with images have no plan, so packing, compiled layers and several processes are off; "
+    f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
+)
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
 
@@ -62,6 +70,7 @@ class MediaWatcher:
 def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -> Record:
     """Train, save the model with its processor into the output folder, and return the Record. The caller locks the folder."""
     check_request(request, media.kind)
+    settings = read_settings_of(request, media.kind)
     source = request.source()
     output = request.output
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
@@ -78,7 +87,7 @@ def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -
     check_arguments(arguments, data)
     model = load_media_model(source, media, data, request)
     (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
-    return _train(request, media, data, model, arguments, checkpoint, watcher.event)
+    return _train(request, media, settings, data, model, arguments, checkpoint, watcher.event)
 
 
 def check_request(request: TrainRequest, kind: MediaKind) -> None:
@@ -196,20 +205,40 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
     return checkpoint
 
 
-def _micro_batch(request: TrainRequest) -> tuple[int, tuple[str, ...]]:
-    """Return the rows that are computed at once, and the other fields of --set."""
-    prefix = f"{MICRO_BATCH_FIELD}="
-    given = [text for text in request.fixed if text.startswith(prefix)]
-    others = tuple(text for text in request.fixed if text not in given and text != "num_processes=1")
+@dataclass(frozen=True)
+class Settings:
+    """What the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
+
+    micro_batch: int
+    precision: str
+    fixed: tuple[str, ...]
+
+
+def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
+    """Return what --set fixes. Raise RequestError for a field of a plan where there is none, and for a wrong value."""
+    given = dict(text.split("=", 1) for text in request.fixed if "=" in text)
+    given.pop("num_processes", None)
     total = request.global_batch
-    rows = int(given[-1].removeprefix(prefix)) if given and given[-1].removeprefix(prefix).isdecimal() else None
-    if given and (not rows or total % rows):
-        raise RequestError(f"--set {given[-1]} does not divide --global-batch {total}; use a divisor of it")
     largest = max(size for size in range(1, min(total, LARGEST_MICRO_BATCH) + 1) if total % size == 0)
-    return rows or largest, others
+    text = given.pop(MICRO_BATCH_FIELD, str(largest))
+    if not text.isdecimal() or not int(text) or total % int(text):
+        raise RequestError(f"--set {MICRO_BATCH_FIELD}={text} does not divide --global-batch {total}; use a divisor of it")
+    if kind != CHATS:
+        return Settings(int(text), "", tuple(f"{name}={value}" for name, value in given.items()))
+    precision = given.pop("precision", "fp32")
+    other = next((f"--set {name}={value}" for name, value in given.items()), None) or (
+        f"--allow {','.join(request.allow)}" if request.allow else None
+    )
+    if other is not None:
+        raise RequestError(
+            f"{other} is of a plan, and chats with images run without one; set {MICRO_BATCH_FIELD} and precision alone"
+        )
+    if precision not in CHAT_PRECISIONS:
+        raise RequestError(f"--set precision={precision} is not for chats with images; use {' or '.join(CHAT_PRECISIONS)}")
+    return Settings(int(text), precision, ())
 
 
-def training_arguments(request: TrainRequest, arguments: Arguments, micro_batch: int, *, evaluates: bool) -> TrainingArguments:
+def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, *, evaluates: bool) -> TrainingArguments:
     """Return transformers' arguments for the run."""
     save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
     same_names = (
@@ -218,9 +247,11 @@ def training_arguments(request: TrainRequest, arguments: Arguments, micro_batch:
     )  # fmt: skip
     return TrainingArguments(
         output_dir=str(request.output / CHECKPOINTS),
-        per_device_train_batch_size=micro_batch,
-        per_device_eval_batch_size=micro_batch,
-        gradient_accumulation_steps=request.global_batch // micro_batch,
+        per_device_train_batch_size=settings.micro_batch,
+        per_device_eval_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=request.global_batch // settings.micro_batch,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        bf16=settings.precision == "bf16",
         warmup_steps=arguments.num_warmup_steps,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -241,27 +272,25 @@ def training_arguments(request: TrainRequest, arguments: Arguments, micro_batch:
 
 
 def _train(
-    request: TrainRequest, media: MediaModel, data: MediaData, model: nn.Module, arguments: Arguments, checkpoint: str | None,
+    request: TrainRequest, media: MediaModel, settings: Settings, data: MediaData, model: nn.Module, arguments: Arguments,
+    checkpoint: str | None,
     on_event: OnEvent,
 ) -> Record:  # fmt: skip
-    micro_batch, fixed = _micro_batch(request)
     start = time.perf_counter()
     with StopRequest() as stop:
         events = RunEvents(on_event, stop, global_batch=request.global_batch, logging_steps=arguments.logging_steps)
         callbacks: list[Any] = [events]
         if arguments.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
-        trainer = Trainer(
+        trainer = _make_trainer(
+            request, media, settings,
             model=model,
-            args=training_arguments(request, arguments, micro_batch, evaluates=data.evaluation is not None),
+            args=training_arguments(request, arguments, settings, evaluates=data.evaluation is not None),
             data_collator=data.collate,
             train_dataset=data.training,
             eval_dataset=data.evaluation,
             callbacks=callbacks,
-            fixed=fixed,
-            allow=request.allow,
-            trial_seconds=request.trial_seconds,
-        )
+        )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         on_event(
             Started(
@@ -286,15 +315,37 @@ def _train(
     save_model(request.output, base_of(model) if not hasattr(model, "peft_config") else model, data.preprocessors)
     on_event(Saved(str(request.output), step))
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, "finished"))
-    return _record(request, media, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+    return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+
+
+class ChatTrainer(Trainer):
+    """``upshift.Trainer`` for chats with images: the batches and the settings stay as they are.
+
+    The images of a row take a number of entries of their own in the model's inputs, and a plan cuts batches by rows."""
+
+    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
+        plan = plain_plan(
+            self._upshift_host(probe=False),
+            device=torch.device(self.args.device).type,
+            batch=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+        )
+        return Choice(plan, NO_PLAN), Split(None)
+
+
+def _make_trainer(request: TrainRequest, media: MediaModel, settings: Settings, **arguments: Any) -> Trainer:
+    if media.kind == CHATS:
+        return ChatTrainer(**arguments)
+    return Trainer(fixed=settings.fixed, allow=request.allow, trial_seconds=request.trial_seconds, **arguments)
 
 
 def _record(
-    request: TrainRequest, media: MediaModel, trainer: Any, arguments: Arguments, events: RunEvents,
+    request: TrainRequest, media: MediaModel, settings: Settings, trainer: Any, arguments: Arguments, events: RunEvents,
     evaluation_loss: float | None, seconds: float,
 ) -> Record:  # fmt: skip
     losses = events.losses[-LOSS_STEPS:]
     choice = trainer.upshift_choice
+    plan = choice.plan
     best = trainer.state.best_global_step if arguments.load_best else None
     measured = Numbers(
         step_ms=Spread.of([1000 * seconds for seconds in events.seconds[1:] or events.seconds]) if events.seconds else None,
@@ -304,7 +355,7 @@ def _record(
     return Record(
         kind="train",
         name=str(base_of(trainer.model).config.model_type),
-        plan=choice.plan.model_dump(),
+        plan=plan.changed(precision=settings.precision or plan.precision).model_dump(),
         predicted=choice.predicted,
         measured=measured,
         flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
