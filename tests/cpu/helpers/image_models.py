@@ -131,6 +131,7 @@ def _make_qwen() -> tuple[Any, Any, str]:
     videos = transformers.Qwen2VLVideoProcessor(**sizes)
     processor = transformers.Qwen2_5_VLProcessor(image_processor=pixels, tokenizer=tokenizer, video_processor=videos)
     text = {**TEXT, "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    text |= {"bos_token_id": 0, "eos_token_id": 0}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "intermediate_size": 48, "out_hidden_size": 32}
     vision |= {"fullatt_block_indexes": [1], "window_size": 16}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN_MARKS)

@@ -17,12 +17,12 @@ from test_encode import MINILM
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.inference import registry
 from upshift.inference.media.encoder import MediaEncoder
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.registry import EngineSetup
 from upshift.loading.media import images as image_files
 from upshift.loading.media import items as media_files
-from upshift.loading.media import registry
 from upshift.loading.media.items import MediaItem, read_sound
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}

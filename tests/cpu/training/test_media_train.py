@@ -101,6 +101,8 @@ def batch_of_transformers(folder: Path, conversations: list[Any]) -> dict[str, A
 def test_losses_and_turns_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
     if kind == "qwen2.5-vl" and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed: the processor of Qwen2.5-VL needs it")
+    from PIL import Image
+
     folder = save_chat_model(tmp_path / "model", kind)
     make_images(tmp_path)
     url = "data:image/png;base64," + base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
@@ -111,7 +113,7 @@ def test_losses_and_turns_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -
         chat([text("and "), {"type": "image_url", "image_url": {"url": url}}, text(" now")], "red again"),
         chat("name it", "blue", images=["blue.png"]),
     )
-    red, blue = ({"type": "image", "path": str(tmp_path / f"{name}.png")} for name in COLORS)
+    red, blue = ({"type": "image", "image": Image.open(tmp_path / f"{name}.png")} for name in COLORS)
     turns = [
         ([red, text("say it")], [text("red")]),
         ([blue, text("this and "), red, text(" that")], [text("blue and red")], [text("sure")], [text("yes")]),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from upshift.errors import RequestError
+from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 from upshift.text import join_names
 from upshift.training.data.row_formats import list_columns
@@ -98,8 +99,7 @@ def _find_labels(source: ModelSource, values: Sequence[str | int], *, has_head: 
     """Return the labels of the classifier: those of its config if they have all labels of the data, else new ones.
 
     Names are new in alphabetical order. Raise RequestError for names beside numbers, and for one label alone."""
-    config = source.hf_config
-    known = tuple(str(config.id2label[number]) for number in sorted(config.id2label)) if has_head else ()
+    known = label_names(source.hf_config) if has_head else ()
     texts = {value for value in values if isinstance(value, str)}
     numbers = {value for value in values if not isinstance(value, str)}
     if texts and numbers:
