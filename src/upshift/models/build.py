@@ -75,6 +75,11 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
             f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
             "Upshift plans for one row an example"
         )
+    if architecture.task is not None and architecture.task.trained_on:
+        raise RequestError(
+            f"{reference!r} ({name}) is trained on {architecture.task.trained_on} by upshift train alone, which makes no plan before "
+            "the run; use it, or upshift.Trainer in Python"
+        )
     objectives = ", ".join(str(task.objective) for task in TRAINED)
     raise RequestError(
         f"{reference!r} ({name}) has no loss that Upshift trains; the kinds are {objectives}{_trainable_alternatives(config)}; "

@@ -12,6 +12,7 @@ from upshift.errors import RequestError
 from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 from upshift.text import join_names
+from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
 from upshift.training.media.contents import RowImage, image_of
 from upshift.training.media.examples import Examples, MediaData, Preprocessors, Progress, load_processor, read_splits
@@ -39,7 +40,7 @@ class Labels:
 
 def prepare_classification(source: ModelSource, rows: MediaRows, *, has_head: bool, progress: Progress) -> MediaData:
     """Return the examples of images with labels. ``has_head``: the model's files have a head with labels."""
-    values = [_label_of(row) for row in rows.training]
+    values = [_label_of(row) for row in (*rows.training, *rows.evaluation)]
     labels = _find_labels(source, values, has_head=has_head)
     numbers = {name: number for number, name in enumerate(labels.names)}
 
@@ -48,14 +49,16 @@ def prepare_classification(source: ModelSource, rows: MediaRows, *, has_head: bo
         number = value if isinstance(value, int) else numbers.get(value, -1)
         if not 0 <= number < len(labels.names):
             raise RequestError(
-                f"{row.place} has the label {value!r}, which no row of the training has; its labels are "
-                f"{join_names(labels.names[:SHOWN_LABELS])}"
+                f"{row.place} has the label {value!r}, and the labels are {join_names(labels.names[:SHOWN_LABELS])}"
             )
         image = image_of(_image_value(row), row)
         image.read(header_only=True)
         return LabelledImage(image, number)
 
     processor = load_processor(source, "AutoImageProcessor")
+    if labels.are_new:
+        shown = join_names(labels.names[:SHOWN_LABELS]) + (", ..." if len(labels.names) > SHOWN_LABELS else "")
+        say_once(f"{source.base_reference} gets a new head for {len(labels.names)} labels ({shown}), whose weights are random")
 
     def collate(examples: Sequence[LabelledImage]) -> dict[str, Any]:
         inputs = processor(images=[example.image.read() for example in examples], return_tensors="pt")

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging as transformers_logging
 
 from upshift.benchmarking.environment import environment
 from upshift.errors import Interrupted, JobFailed, RequestError
@@ -156,9 +157,25 @@ def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, re
 def _with_new_head(stored: ModelSource, media: MediaModel, dtype: torch.dtype) -> Any:
     """Return the classifier with the weights of the files below a new head, whose weights are random."""
     loader: Any = media.model_class
-    return loader.from_pretrained(
-        stored.directory, config=stored.hf_config, dtype=dtype, ignore_mismatched_sizes=True, use_safetensors=True
-    )
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would list the head that is new
+    try:
+        model, report = loader.from_pretrained(
+            stored.directory,
+            config=stored.hf_config,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
+    below = (name for name in sorted({*report["missing_keys"], *other_sizes}) if name.startswith(f"{model.base_model_prefix}."))
+    lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
+    if lacking is not None:
+        raise RequestError(f"the files of {stored.reference!r} lack {lacking} of {loader.__name__}; save the whole model")
+    return model
 
 
 def _adapter_beside_images(source: ModelSource, model: Any) -> ModelSource:
