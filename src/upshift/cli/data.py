@@ -34,7 +34,7 @@ from upshift.training.arguments import SEEDS
 if TYPE_CHECKING:
     from upshift.models.source import ModelSource
     from upshift.training.data.data_options import DataOptions
-    from upshift.training.media.kinds import MediaModel
+    from upshift.training.media.prepare import MediaModel
 
 app = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
@@ -84,7 +84,7 @@ def show(
     from upshift.models.source import find_model_to_train
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
-    from upshift.training.media.kinds import find_media_model
+    from upshift.training.media.prepare import find_media_model
 
     source = find_model_to_train(model, has_reward_head=options.has_reward_head)
     media = find_media_model(source, data, options)

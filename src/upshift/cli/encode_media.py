@@ -42,7 +42,7 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     from upshift.inference.encoding.files import check_vector_output
     from upshift.inference.media.files import read_media
     from upshift.inference.weights import find_weights
-    from upshift.loading.media.items import check_media
+    from upshift.loading.media_files import check_media
 
     check_vector_output(path, output, overwrite=options.overwrite)
     items = read_media(path)

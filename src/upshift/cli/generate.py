@@ -198,7 +198,7 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     from upshift.inference.media.files import read_media
     from upshift.inference.resumable_output import UnfinishedLines, check_output, output_identity
     from upshift.inference.weights import files_identity, find_weights
-    from upshift.loading.media.items import check_media
+    from upshift.loading.media_files import check_media
 
     if output is None:
         raise RequestError(f"--prompts {prompts} has sounds, and no --output; add --output FILE.jsonl")

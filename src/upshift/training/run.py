@@ -39,7 +39,7 @@ from upshift.training.job.job import Job, TrainingData, check_evaluations, prepa
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_resumed_data, check_run_file
-from upshift.training.media.kinds import MediaModel, find_media_model
+from upshift.training.media.prepare import MediaModel, find_media_model
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights

@@ -14,7 +14,7 @@ from upshift.inference.race.early_stopping import EarlyStopping, serve_race
 from upshift.inference.race.rows import run_row_setup
 from upshift.inference.race.types import RaceRequest, RaceResult, Run
 from upshift.inference.registry import EngineSetup
-from upshift.loading.media.items import MediaItem
+from upshift.loading.media_files import MediaItem
 
 
 def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping) -> list[Run]:

@@ -17,7 +17,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
 from upshift.inference.weights import check_requested_engine, find_weights, stored_for
-from upshift.loading.media.items import MediaItem, check_media, check_sounds, modality_of
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, modality_of
 from upshift.models.config import label_names
 
 SAMPLE_ITEMS = 32  # items that a race runs on

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from upshift.errors import RequestError
 from upshift.inference.resumable_output import first_record, is_text, parse_object, read_lines
-from upshift.loading.media.items import IMAGE_SUFFIXES, SOUND_SUFFIXES, MediaItem, Modality, modality_of
+from upshift.loading.media_files import IMAGE_SUFFIXES, SOUND_SUFFIXES, MediaItem, Modality, modality_of
 
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
 FORMS = '{"image": "a.png"}, {"audio": "a.wav"} or {"text": "..."}'

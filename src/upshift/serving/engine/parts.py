@@ -10,7 +10,7 @@ from typing import Any
 
 from upshift.errors import RequestError
 from upshift.inference.generation.media import IMAGE
-from upshift.loading.media.images import read_image_file
+from upshift.loading.media_files import read_image_file
 
 MAX_PIXELS = 2**25  # of one picture: a small file can have more than fit into memory
 

@@ -26,8 +26,19 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import find_format
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.media.contents import RowImage, image_of
-from upshift.training.media.examples import Examples, MediaData, Preprocessors, Progress, join_places, load_processor, read_splits
-from upshift.training.media.rows import IMAGE_COLUMNS, IMAGE_PARTS, MediaRow, MediaRows
+from upshift.training.media.rows import (
+    IMAGE_COLUMNS,
+    IMAGE_PARTS,
+    Examples,
+    MediaData,
+    MediaRow,
+    MediaRows,
+    Preprocessors,
+    Progress,
+    join_places,
+    load_processor,
+    read_splits,
+)
 
 PLACE = "\ue000"  # stands for an image in a text while a row is read: a character for private use, which no text has
 TEXT_MARK = "<image>"  # as LLaMA-Factory writes the place of an image

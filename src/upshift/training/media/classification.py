@@ -15,8 +15,16 @@ from upshift.text import join_names
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
 from upshift.training.media.contents import RowImage, image_of
-from upshift.training.media.examples import Examples, MediaData, Preprocessors, Progress, load_processor, read_splits
-from upshift.training.media.rows import MediaRow, MediaRows
+from upshift.training.media.rows import (
+    Examples,
+    MediaData,
+    MediaRow,
+    MediaRows,
+    Preprocessors,
+    Progress,
+    load_processor,
+    read_splits,
+)
 
 LABEL = "label"
 IMAGE_NAMES = ("image", "file_name")  # columns of the image; datasets' image folders have the second one

@@ -9,8 +9,7 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.loading.media.images import read_image_file
-from upshift.loading.media.items import MediaItem
+from upshift.loading.media_files import MediaItem, read_image_file
 from upshift.training.media.rows import MediaRow
 
 DATA_URL = "data:"

@@ -38,10 +38,9 @@ from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
 from upshift.training.loop.events import Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
-from upshift.training.media.examples import MediaData
-from upshift.training.media.kinds import MediaKind, MediaModel
-from upshift.training.media.prepare import prepare_media, refuse_given
+from upshift.training.media.prepare import MediaKind, MediaModel, prepare_media, refuse_given
 from upshift.training.media.progress import RunEvents
+from upshift.training.media.rows import MediaData
 from upshift.units import FLOP_CONVENTION
 
 CHECKPOINTS = "media-checkpoints"  # in the output folder, as the Trainer writes them
@@ -80,9 +79,14 @@ def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -
     watcher.checked()
     _check_weights(source, from_config=request.from_config)
     data = prepare_media(
-        source, media, request.data, request.as_options, eval_data=request.eval_data, sequence_length=request.sequence_length,
+        source,
+        media,
+        request.data,
+        request.as_options,
+        eval_data=request.eval_data,
+        sequence_length=request.sequence_length,
         progress=watcher.reading,
-    )  # fmt: skip
+    )
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps)
     check_arguments(arguments, data)
@@ -94,10 +98,13 @@ def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -
 def check_request(request: TrainRequest, kind: MediaKind) -> None:
     """Raise RequestError with the first option that training on images and sounds does not take."""
     given = {
-        "--plan": request.plan_file, "--heal": request.heal, "--mup-base": request.mup_base,
-        "--load-in-4bit": request.load_in_4bit, "--neftune-noise-alpha": request.arguments.neftune_noise_alpha,
+        "--plan": request.plan_file,
+        "--heal": request.heal,
+        "--mup-base": request.mup_base,
+        "--load-in-4bit": request.load_in_4bit,
+        "--neftune-noise-alpha": request.arguments.neftune_noise_alpha,
         "tokenizer": request.tokenizer,
-    }  # fmt: skip
+    }
     refuse_given(given, kind)
     num_processes = next((text.partition("=")[2] for text in request.fixed if text.startswith("num_processes=")), "1")
     if read_ranks() is not None or num_processes != "1":
@@ -259,9 +266,17 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
     """Return transformers' arguments for the run."""
     save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
     same_names = (
-        "max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-        "max_grad_norm", "seed", "save_total_limit",
-    )  # fmt: skip
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "seed",
+        "save_total_limit",
+    )
     return TrainingArguments(
         output_dir=str(request.output / CHECKPOINTS),
         per_device_train_batch_size=settings.micro_batch,
@@ -289,10 +304,15 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
 
 
 def _train(
-    request: TrainRequest, media: MediaModel, settings: Settings, data: MediaData, model: nn.Module, arguments: Arguments,
+    request: TrainRequest,
+    media: MediaModel,
+    settings: Settings,
+    data: MediaData,
+    model: nn.Module,
+    arguments: Arguments,
     checkpoint: str | None,
     on_event: OnEvent,
-) -> Record:  # fmt: skip
+) -> Record:
     start = time.perf_counter()
     with StopRequest() as stop:
         events = RunEvents(on_event, stop, global_batch=request.global_batch, logging_steps=arguments.logging_steps)
@@ -300,14 +320,16 @@ def _train(
         if arguments.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
         trainer = _make_trainer(
-            request, media, settings,
+            request,
+            media,
+            settings,
             model=model,
             args=training_arguments(request, arguments, settings, evaluates=data.evaluation is not None),
             data_collator=data.collate,
             train_dataset=data.training,
             eval_dataset=data.evaluation,
             callbacks=callbacks,
-        )  # fmt: skip
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         on_event(
             Started(
@@ -357,9 +379,15 @@ def _make_trainer(request: TrainRequest, media: MediaModel, settings: Settings, 
 
 
 def _record(
-    request: TrainRequest, media: MediaModel, settings: Settings, trainer: Any, arguments: Arguments, events: RunEvents,
-    evaluation_loss: float | None, seconds: float,
-) -> Record:  # fmt: skip
+    request: TrainRequest,
+    media: MediaModel,
+    settings: Settings,
+    trainer: Any,
+    arguments: Arguments,
+    events: RunEvents,
+    evaluation_loss: float | None,
+    seconds: float,
+) -> Record:
     losses = events.losses[-LOSS_STEPS:]
     choice = trainer.upshift_choice
     plan = choice.plan

@@ -8,14 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from upshift.errors import RequestError
-from upshift.loading.media.items import MediaItem, check_media, check_sounds, read_sound_at, sound_header
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
 from upshift.models.source import ModelSource
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.special_tokens import UnknownTokens
 from upshift.training.media.contents import sound_of
-from upshift.training.media.examples import Examples, MediaData, Preprocessors, Progress, load_processor, read_splits
-from upshift.training.media.rows import MediaRow, MediaRows
+from upshift.training.media.rows import (
+    Examples,
+    MediaData,
+    MediaRow,
+    MediaRows,
+    Preprocessors,
+    Progress,
+    load_processor,
+    read_splits,
+)
 
 TEXT_NAMES = ("text", "sentence")  # columns of what is said; Common Voice has the second one
 

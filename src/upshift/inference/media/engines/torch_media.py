@@ -8,7 +8,7 @@ import torch
 from upshift.inference.media.engines.base import Arrays, MediaBuild
 from upshift.inference.media.model import MediaForward, load_model
 from upshift.inference.torch_settings import DTYPES, inference_settings
-from upshift.loading.media.items import Modality
+from upshift.loading.media_files import Modality
 
 
 class TorchMediaEngine:

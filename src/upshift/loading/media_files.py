@@ -6,12 +6,11 @@ import wave
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.loading.media.images import read_image_file
 
 Modality = Literal["image", "audio", "text"]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -68,6 +67,24 @@ def check_sounds(items: Sequence[MediaItem], *, rate: int, longest_seconds: floa
             raise RequestError(
                 f"{_named(item)} has {seconds:.1f} s, and the model reads {longest_seconds:g}; cut it into shorter files"
             )
+
+
+def read_image_file(file: str | BinaryIO, *, purpose: str, header_only: bool = False, max_pixels: int | None = None) -> Any:
+    """Return an image in RGB, as Pillow reads it; None with ``header_only``. Raise OSError if it cannot be read, or has more than
+    ``max_pixels``.
+
+    ``purpose``: what the image is for. MissingExtra says it where Pillow is not installed."""
+    if find_spec("PIL") is None:
+        raise MissingExtra(library="Pillow", extra="images", purpose=purpose)
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise OSError(f"it has more than {max_pixels:,} pixels")
+            return None if header_only else image.convert("RGB")
+    except (SyntaxError, Image.DecompressionBombError) as error:  # of a broken PNG, and of an image that is far too large
+        raise OSError(str(error)) from None
 
 
 def read_image(item: MediaItem, *, header_only: bool = False) -> Any:
