@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from command import Command
 from image_models import COLORS, save_chat_model
 
 import upshift
-from upshift.errors import RequestError
+from upshift.errors import Interrupted, RequestError
+from upshift.training.loop.events import StepDone
+from upshift.training.run import Watcher
 
 pytestmark = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
 STEPS = 5
@@ -153,17 +157,37 @@ def test_lora_is_in_the_language_model_alone(llava: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "processor_config.json").is_file()
 
 
-def test_a_run_resumes(llava: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(llava: Path, tmp_path: Path) -> None:
     data = write_rows(llava, chat("color", "red", images=["red.png"]), chat("color", "blue", images=["blue.png"]))
     whole = train(llava, data, tmp_path / "whole", rows=1)
-    arguments = {"max_steps": 3, "learning_rate": RATE, "lr_scheduler_type": "constant", "save_steps": 3}
-    options: dict[str, Any] = {"output": tmp_path / "parts", "global_batch": 1, "eval_size": 0}
-    upshift.train(str(llava), data, arguments=arguments, **options)
-    record = upshift.train(str(llava), data, arguments=arguments | {"max_steps": STEPS}, resume=True, **options)
+    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    options: dict[str, Any] = {"output": tmp_path / "parts", "global_batch": 1, "eval_size": 0, "arguments": arguments}
+
+    def interrupt(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="after step 3 of 5; a checkpoint is saved"):
+        upshift.train(str(llava), data, watcher=Watcher(event=interrupt), **options)
+    with pytest.raises(RequestError, match="is not empty"):
+        upshift.train(str(llava), data, **options)
+    with pytest.raises(RequestError, match="has another global batch"):
+        upshift.train(str(llava), data, resume=True, **options | {"global_batch": 2})
+    record = upshift.train(str(llava), data, resume=True, **options)
     assert record is not None
     assert [loss for _, loss in record.details["loss_curve"]] == pytest.approx(whole[3:], rel=1e-5)
-    with pytest.raises(RequestError, match="has another global batch"):
-        upshift.train(str(llava), data, arguments=arguments, resume=True, **options | {"global_batch": 2})
+
+
+def test_the_best_evaluation_is_kept(llava: Path, tmp_path: Path) -> None:
+    rows = [chat("color", name, images=[f"{name}.png"]) for name in COLORS]
+    data = write_rows(llava, *rows, chat("color", "red", images=["blue.png"]))
+    arguments = {"max_steps": 6, "learning_rate": 0.05, "eval_steps": 1, "load_best": True}
+    record = upshift.train(str(llava), data, output=tmp_path / "out", arguments=arguments, global_batch=3)
+    assert record is not None and record.measured is not None
+    losses = [loss for _, loss in record.details["evaluations"]]
+    assert len(losses) >= 6 and min(losses) < losses[5]
+    assert record.measured.evaluation_loss == pytest.approx(min(losses), rel=1e-5)
+    assert record.details["model_step"] == 1 + losses.index(min(losses))
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, re
     torch.manual_seed(request.arguments.seed)
     stored = source_of_files(source)
     labels = data.label_names
+    if labels and source.adapter is not None:
+        raise RequestError(
+            f"the labels of {request.data} need a new head, which an adapter does not hold; train the whole model, or give a "
+            "classifier with these labels"
+        )
     if labels:
         by_number = {str(number): name for number, name in enumerate(labels)}
         by_name = {name: number for number, name in enumerate(labels)}
@@ -231,7 +236,7 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
+    """Hold what the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
 
     micro_batch: int
     precision: str
@@ -265,18 +270,8 @@ def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
 def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, *, evaluates: bool) -> TrainingArguments:
     """Return transformers' arguments for the run."""
     save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
-    same_names = (
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler_type",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "seed",
-        "save_total_limit",
-    )
+    same_names = ("max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "save_total_limit")
+    adam_names = ("adam_beta1", "adam_beta2", "adam_epsilon")
     return TrainingArguments(
         output_dir=str(request.output / CHECKPOINTS),
         per_device_train_batch_size=settings.micro_batch,
@@ -299,7 +294,7 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         label_names=["labels"],
         report_to=[],
         disable_tqdm=True,
-        **{name: getattr(arguments, name) for name in same_names},
+        **{name: getattr(arguments, name) for name in (*same_names, *adam_names)},
     )
 
 
