@@ -179,14 +179,20 @@ def test_an_interrupted_run_resumes(llava: Path, tmp_path: Path) -> None:
 
 
 def test_the_best_evaluation_is_kept(llava: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
     rows = [chat("color", name, images=[f"{name}.png"]) for name in COLORS]
     data = write_rows(llava, *rows, chat("color", "red", images=["blue.png"]))
-    arguments = {"max_steps": 6, "learning_rate": 0.05, "eval_steps": 1, "load_best": True}
+    arguments = {"max_steps": 6, "learning_rate": 0.3, "eval_steps": 1, "load_best": True}
     record = upshift.train(str(llava), data, output=tmp_path / "out", arguments=arguments, global_batch=3)
     assert record is not None and record.measured is not None
     losses = [loss for _, loss in record.details["evaluations"]]
-    assert len(losses) >= 6 and min(losses) < losses[5]
-    assert record.measured.evaluation_loss == pytest.approx(min(losses), rel=1e-5)
+    assert len(losses) == 6 and min(losses) < losses[-1]
+    turns = [chat([{"type": "image", "image": Image.open(llava / "blue.png")}, text("color")], [text("red")])["messages"]]
+    saved = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        loss = saved(**batch_of_transformers(llava, turns)).loss.item()
+    assert [loss, record.measured.evaluation_loss] == pytest.approx([min(losses)] * 2, rel=1e-4)
     assert record.details["model_step"] == 1 + losses.index(min(losses))
 
 

@@ -29,7 +29,7 @@ class RunEvents(TrainerCallback):
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.evaluations: list[tuple[int, float]] = []  # rows and loss
+        self.evaluations: list[tuple[int, int, float]] = []  # step, rows and loss
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._step_start = time.perf_counter()
@@ -72,5 +72,5 @@ class RunEvents(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
         rows = state.global_step * self._global_batch
-        self.evaluations.append((rows, metrics["eval_loss"]))
+        self.evaluations.append((state.global_step, rows, metrics["eval_loss"]))
         self._on_event(Evaluated(state.global_step, rows, metrics["eval_loss"], unit="rows"))

@@ -343,13 +343,21 @@ def _train(
                 f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
                 "with --resume"
             )
-        evaluation_loss = trainer.evaluate()["eval_loss"] if data.evaluation is not None else None
+        evaluation_loss = _held_out_loss(trainer, events, arguments) if data.evaluation is not None else None
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
         raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
     save_model(request.output, base_of(model) if not hasattr(model, "peft_config") else model, data.preprocessors)
     on_event(Saved(str(request.output), step))
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, "finished"))
     return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+
+
+def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
+    """Return the held-out loss of the final model, which is measured unless it was already."""
+    if arguments.load_best and trainer.state.best_metric is not None:
+        return trainer.state.best_metric
+    is_measured = bool(events.evaluations) and events.evaluations[-1][0] == trainer.state.global_step
+    return events.evaluations[-1][2] if is_measured else trainer.evaluate()["eval_loss"]
 
 
 class ChatTrainer(Trainer):
@@ -408,7 +416,7 @@ def _record(
             "steps": trainer.state.global_step,
             "total_seconds": seconds,
             "loss_curve": [[step * request.global_batch, loss] for step, loss in zip(events.steps, events.losses, strict=True)],
-            "evaluations": [list(evaluation) for evaluation in events.evaluations],
+            "evaluations": [[rows, loss] for _, rows, loss in events.evaluations],
             "model_step": best or trainer.state.global_step,
         },
     )
