@@ -78,7 +78,7 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
     if architecture.task is not None and architecture.task.trained_on:
         raise RequestError(
             f"{reference!r} ({name}) is trained on {architecture.task.trained_on} by upshift train alone, which makes no plan "
-            "before the run; use it, or upshift.Trainer in Python"
+            f"before the run; upshift inspect {reference} --placement says what of it goes where"
         )
     objectives = ", ".join(str(task.objective) for task in TRAINED)
     raise RequestError(

@@ -198,7 +198,10 @@ def prepare_chats(
         say_once(f"{rows.origin}: {num_long} rows longer than {sequence_length} tokens are left out")
     if not training:
         raise RequestError(f"{rows.origin}: all rows are longer than {sequence_length} tokens; give a longer --sequence-length")
-    reader.collate(training[:1])  # the processor and the template agree
+    of_each_kind = [
+        next((example for example in training if bool(example.images) == has_images), None) for has_images in (True, False)
+    ]
+    reader.collate([example for example in of_each_kind if example is not None])  # a processor may not take both in one batch
     return MediaData(
         training=Examples(training),
         evaluation=Examples(evaluation) if evaluation else None,

@@ -357,7 +357,7 @@ def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) ->
     if arguments.load_best and trainer.state.best_metric is not None:
         return trainer.state.best_metric
     is_measured = bool(events.evaluations) and events.evaluations[-1][0] == trainer.state.global_step
-    return events.evaluations[-1][2] if is_measured else trainer.evaluate()["eval_loss"]
+    return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
 
 
 class ChatTrainer(Trainer):
