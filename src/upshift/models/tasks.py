@@ -134,6 +134,7 @@ TASKS = (
         "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
         "AutoFeatureExtractor",
         "label",
+        trained_on="sounds with labels",
     ),
     ModelTask(
         "video-classification",

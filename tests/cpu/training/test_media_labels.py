@@ -209,6 +209,22 @@ def test_losses_of_speech_are_those_of_a_plain_loop(make: Any, tmp_path: Path, u
     assert written.code == 0, written.err
 
 
+def test_losses_of_sounds_with_labels_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    model, _, extractor = save_wav2vec2(tmp_path / "speech")
+    model.config.id2label = {0: "high", 1: "low"}
+    model = transformers.Wav2Vec2ForSequenceClassification(model.config)
+    for part in (model, extractor):
+        part.save_pretrained(tmp_path / "model")
+    files = make_sounds(tmp_path / "sounds")
+    for file, label in zip(files, ("low", "high"), strict=True):
+        (tmp_path / "labels" / label).mkdir(parents=True)
+        file.rename(tmp_path / "labels" / label / file.name)
+    read = [samples_of(next((tmp_path / "labels" / label).iterdir())) for label in ("high", "low")]
+    inputs = extractor(read, sampling_rate=16_000, return_tensors="pt", padding=True)
+    expected = plain_losses(model, {**inputs, "labels": torch.arange(2)})
+    assert train(tmp_path / "model", tmp_path / "labels", tmp_path / "out", rows=2) == pytest.approx(expected, rel=1e-4)
+
+
 def test_bad_sounds_are_named(tmp_path: Path) -> None:
     for part in save_wav2vec2(tmp_path / "model"):
         part.save_pretrained(tmp_path / "model")

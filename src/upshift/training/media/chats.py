@@ -35,6 +35,7 @@ from upshift.training.media.rows import (
     MediaRows,
     Preprocessors,
     Progress,
+    is_given,
     join_places,
     load_processor,
     read_splits,
@@ -264,7 +265,7 @@ def read_image_chat(row: MediaRow, options: DataOptions) -> tuple[Chat | None, t
 
 def _column_images(row: MediaRow) -> list[Any]:
     """Return the images of the columns ``images`` or ``image``."""
-    values = [decode_json(row.fields[name]) for name in IMAGE_COLUMNS if row.fields.get(name) not in (None, "", [])]
+    values = [decode_json(row.fields[name]) for name in IMAGE_COLUMNS if is_given(row.fields.get(name))]
     if len(values) > 1:
         raise RequestError(f"{row.place} has the columns images and image; give one of the two")
     value = values[0] if values else []

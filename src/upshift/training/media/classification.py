@@ -1,4 +1,4 @@
-"""Make batches of images and their labels for a classifier, and find the names of its labels."""
+"""Make batches of images or sounds and their labels for a classifier, and find the names of its labels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from upshift.errors import RequestError
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at
 from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 from upshift.text import join_names
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
-from upshift.training.media.contents import RowImage, image_of
+from upshift.training.media.contents import RowImage, image_of, sound_of
 from upshift.training.media.rows import (
     Examples,
     MediaData,
@@ -27,15 +28,55 @@ from upshift.training.media.rows import (
 )
 
 LABEL = "label"
-IMAGE_NAMES = ("image", "file_name")  # columns of the image; datasets' image folders have the second one
 SHOWN_LABELS = 8
 
 
-class LabelledImage(NamedTuple):
-    """An image and the number of its label."""
+class LabelledMedia(NamedTuple):
+    """An image or a sound, and the number of its label."""
 
-    image: RowImage
+    content: RowImage | MediaItem
     label: int
+
+
+class ImageReader:
+    """Reads the images of rows, and makes the model's inputs of them."""
+
+    columns = ("image", "file_name")  # datasets' image folders have the second one
+
+    def __init__(self, source: ModelSource) -> None:
+        self.processor = load_processor(source, "AutoImageProcessor")
+
+    def check(self, value: Any, row: MediaRow) -> RowImage:
+        """Return the image that a value names. Raise RequestError if it cannot be read."""
+        image = image_of(value, row)
+        image.read(header_only=True)
+        return image
+
+    def inputs(self, images: Sequence[Any]) -> dict[str, Any]:
+        return dict(self.processor(images=[image.read() for image in images], return_tensors="pt"))
+
+
+class SoundReader:
+    """Reads the sounds of rows, and makes the model's inputs of them."""
+
+    columns = ("audio", "file_name")
+
+    def __init__(self, source: ModelSource) -> None:
+        self.processor = load_processor(source, "AutoFeatureExtractor")
+
+    def check(self, value: Any, row: MediaRow) -> MediaItem:
+        """Return the sound that a value names. Raise RequestError if it cannot be read, or is longer than the model reads."""
+        sound = sound_of(value, row)
+        check_media([sound])
+        longest = getattr(self.processor, "chunk_length", None)
+        check_sounds([sound], rate=self.processor.sampling_rate, longest_seconds=longest)
+        return sound
+
+    def inputs(self, sounds: Sequence[Any]) -> dict[str, Any]:
+        rate = self.processor.sampling_rate
+        options = {} if hasattr(self.processor, "chunk_length") else {"padding": True}  # Whisper's extractor pads to its window
+        samples = [read_sound_at(sound, rate).samples for sound in sounds]
+        return dict(self.processor(samples, sampling_rate=rate, return_tensors="pt", **options))
 
 
 @dataclass(frozen=True)
@@ -46,30 +87,35 @@ class Labels:
     are_new: bool
 
 
-def prepare_classification(source: ModelSource, rows: MediaRows, *, has_head: bool, progress: Progress) -> MediaData:
-    """Return the examples of images with labels. ``has_head``: the model's files have a head with labels."""
+def prepare_classification(
+    source: ModelSource, rows: MediaRows, *, of_sounds: bool, has_head: bool, progress: Progress
+) -> MediaData:
+    """Return the examples of images, or of sounds, with labels. ``has_head``: the model's files have a head with labels."""
     values = [_label_of(row) for row in (*rows.training, *rows.evaluation)]
     labels = _find_labels(source, values, has_head=has_head)
     numbers = {name: number for number, name in enumerate(labels.names)}
+    reader = SoundReader(source) if of_sounds else ImageReader(source)
 
-    def read(row: MediaRow) -> LabelledImage:
+    def read(row: MediaRow) -> LabelledMedia:
         value = _label_of(row)
         number = value if isinstance(value, int) else numbers.get(value, -1)
         if not 0 <= number < len(labels.names):
             raise RequestError(
                 f"{row.place} has the label {value!r}, and the labels are {join_names(labels.names[:SHOWN_LABELS])}"
             )
-        image = image_of(_image_value(row), row)
-        image.read(header_only=True)
-        return LabelledImage(image, number)
+        name = next((name for name in reader.columns if name in row.fields), None)
+        if name is None:
+            raise RequestError(
+                f"{row.place} has no column {reader.columns[0]!r}; {list_columns(row.fields)}; rename that of the files"
+            )
+        return LabelledMedia(reader.check(row.fields[name], row), number)
 
-    processor = load_processor(source, "AutoImageProcessor")
     if labels.are_new:
         shown = join_names(labels.names[:SHOWN_LABELS]) + (", ..." if len(labels.names) > SHOWN_LABELS else "")
         say_once(f"{source.base_reference} gets a new head for {len(labels.names)} labels ({shown}), whose weights are random")
 
-    def collate(examples: Sequence[LabelledImage]) -> dict[str, Any]:
-        inputs = processor(images=[example.image.read() for example in examples], return_tensors="pt")
+    def collate(examples: Sequence[LabelledMedia]) -> dict[str, Any]:
+        inputs = reader.inputs([example.content for example in examples])
         return {**inputs, "labels": torch.tensor([example.label for example in examples])}
 
     training, evaluation = read_splits(rows, read, progress)
@@ -78,21 +124,14 @@ def prepare_classification(source: ModelSource, rows: MediaRows, *, has_head: bo
         training=Examples(training),
         evaluation=Examples(evaluation) if evaluation else None,
         collate=collate,
-        preprocessors=Preprocessors((processor,)),
-        describe=lambda example: [(_shown(example.image), False), (f" {labels.names[example.label]}", True)],
+        preprocessors=Preprocessors((reader.processor,)),
+        describe=lambda example: [(_shown(example.content), False), (f" {labels.names[example.label]}", True)],
         label_names=labels.names if labels.are_new else (),
     )
 
 
-def _shown(image: RowImage) -> str:
-    return image.content if isinstance(image.content, str) else image.place
-
-
-def _image_value(row: MediaRow) -> Any:
-    name = next((name for name in IMAGE_NAMES if name in row.fields), None)
-    if name is None:
-        raise RequestError(f"{row.place} has no column 'image'; {list_columns(row.fields)}; rename that of the images")
-    return row.fields[name]
+def _shown(content: RowImage | MediaItem) -> str:
+    return content.content if isinstance(content.content, str) else content.place  # type: ignore[union-attr]  # of an image
 
 
 def _label_of(row: MediaRow) -> str | int:

@@ -21,7 +21,8 @@ from upshift.training.media.classification import prepare_classification
 from upshift.training.media.rows import MediaData, Progress, first_row, has_images, read_media_rows
 from upshift.training.media.speech import prepare_speech
 
-MediaKind = Literal["image-text-to-text", "image-classification", "speech-recognition"]
+MediaKind = Literal["image-text-to-text", "image-classification", "audio-classification", "speech-recognition"]
+CLASSIFICATIONS: tuple[MediaKind, ...] = ("image-classification", "audio-classification")
 IMAGE_CLASSIFICATION = next(task for task in TASKS if task.name == "image-classification")
 
 
@@ -43,6 +44,8 @@ def find_media_model(source: ModelSource, data: str, options: DataOptions) -> Me
         return MediaModel("speech-recognition", model_class)
     if IMAGE_CLASSIFICATION.name in names:
         return MediaModel("image-classification", model_class)
+    if "audio-classification" in names:
+        return MediaModel("audio-classification", model_class)
     classifier = _image_classifier(config)
     if "image-feature-extraction" in names and inputs_of(model_class) == ("image",) and classifier is not None:
         return MediaModel("image-classification", classifier, new_head_on=model_class.__name__)
@@ -79,11 +82,12 @@ def prepare_media(
     _check_options(options, media.kind, sequence_length)
     if source.directory is None:
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
-    rows = read_media_rows(data, options, eval_data=eval_data, are_sorted=media.kind == "image-classification")
+    rows = read_media_rows(data, options, eval_data=eval_data, are_sorted=media.kind in CLASSIFICATIONS)
     if media.kind == "image-text-to-text":
         return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)
-    if media.kind == "image-classification":
-        return prepare_classification(source, rows, has_head=media.new_head_on is None, progress=progress)
+    if media.kind in CLASSIFICATIONS:
+        of_sounds = media.kind == "audio-classification"
+        return prepare_classification(source, rows, of_sounds=of_sounds, has_head=media.new_head_on is None, progress=progress)
     return prepare_speech(source, rows, writes=media.model_class.can_generate(), progress=progress)
 
 

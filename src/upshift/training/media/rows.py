@@ -97,7 +97,7 @@ def first_row(data: str, options: DataOptions) -> MediaRow | None:
 
 def has_images(row: MediaRow) -> bool:
     """Return whether a row has images in a column, or in the parts of its messages."""
-    if any(row.fields.get(name) not in (None, "", []) for name in IMAGE_COLUMNS):
+    if any(is_given(row.fields.get(name)) for name in IMAGE_COLUMNS):
         return True
     return any(
         isinstance(part, dict) and part.get("type") in IMAGE_PARTS
@@ -106,6 +106,11 @@ def has_images(row: MediaRow) -> bool:
         if isinstance(message, dict)
         for part in _list_of(message.get("content"))
     )
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a row has a value in a column. Tables of text have an empty text where there is none."""
+    return value is not None and not (isinstance(value, str | list) and not value)
 
 
 def _list_of(value: Any) -> list[Any]:
@@ -126,7 +131,7 @@ def _read_splits(
     if is_saved_dataset(path):
         split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
         return _select(lambda: _saved_rows(split, path), rows), iter(()) if evaluation is None else _saved_rows(evaluation, path)
-    folder = _image_folder(path, wanted, is_evaluation=is_evaluation)
+    folder = _labelled_folder(path, wanted, is_evaluation=is_evaluation)
     if folder is not None:
         training, held_out = folder
         return _select(lambda: iter(training), rows), iter(held_out)
@@ -134,7 +139,7 @@ def _read_splits(
     if files.kind == "text":
         raise RequestError(
             f"{path} is plain text, and this model is trained on rows with images or sounds; give a table (JSON, CSV, Parquet, "
-            "Arrow), or a folder with a folder of images for each label"
+            "Arrow), or a folder with a folder for each label"
         )
     return _select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files)
 
@@ -154,32 +159,32 @@ def _saved_rows(split: SavedSplit, path: Path) -> Iterator[MediaRow]:
         yield MediaRow(place, fields, path)
 
 
-def _image_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[MediaRow], list[MediaRow]] | None:
-    """Return the rows of a folder of images, with the names of their folders as labels, or None for another path."""
+def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[MediaRow], list[MediaRow]] | None:
+    """Return the rows of a folder of images or sounds, with the names of their folders as labels, or None for another path."""
     if not path.is_dir():
         return None
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
     if any(file_kind(file) != "text" and file.name not in METADATA_FILES for file in files):
         return None
-    images = [file for file in files if modality_of(file) == "image"]
-    if not images:
+    media = [file for file in files if modality_of(file) is not None]
+    if not media:
         return None
-    splits = split_files(path, images)
+    splits = split_files(path, media)
     split = find_split(splits, is_evaluation=is_evaluation) if wanted is None else pick_split(list(splits), wanted, path)
     if split is None:
-        raise RequestError(f"{path} has no split to read; its images are of {', '.join(splits)}; name one with --split")
+        raise RequestError(f"{path} has no split to read; its files are of {', '.join(splits)}; name one with --split")
     has_other = EVALUATION_SPLIT in splits and split != EVALUATION_SPLIT and not is_evaluation
     evaluation = splits[EVALUATION_SPLIT] if has_other else []
     return [_labelled(file, path) for file in splits[split]], [_labelled(file, path) for file in evaluation]
 
 
 def _labelled(file: Path, path: Path) -> MediaRow:
-    """Return the row of an image. Raise RequestError if it is in no folder of a label."""
+    """Return the row of an image or a sound. Raise RequestError if it is in no folder of a label."""
     folders = file.relative_to(path).parts[:-1]
     words = (word for words in SPLIT_WORDS.values() for word in words)
     if not folders or (len(folders) == 1 and folders[0] in words):
         raise RequestError(f"{file} is in no folder of a label; make a folder for each label, such as {path.name}/cat/1.png")
-    return MediaRow(str(file), {"image": file.name, "label": file.parent.name}, file.parent)
+    return MediaRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
 
 
 def _is_hidden(file: Path) -> bool:
