@@ -194,6 +194,9 @@ def test_the_best_evaluation_is_kept(llava: Path, tmp_path: Path) -> None:
         loss = saved(**batch_of_transformers(llava, turns)).loss.item()
     assert [loss, record.measured.evaluation_loss] == pytest.approx([min(losses)] * 2, rel=1e-4)
     assert record.details["model_step"] == 1 + losses.index(min(losses))
+    options: dict[str, Any] = {"output": tmp_path / "early", "global_batch": 3}
+    record = upshift.train(str(llava), data, arguments=arguments | {"early_stopping_patience": 1}, **options)
+    assert record is not None and record.details["end"] == "early stopping" and record.details["steps"] < 6
 
 
 @pytest.mark.parametrize(

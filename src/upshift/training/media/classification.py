@@ -131,7 +131,7 @@ def prepare_classification(
 
 
 def _shown(content: RowImage | MediaItem) -> str:
-    return content.content if isinstance(content.content, str) else content.place  # type: ignore[union-attr]  # of an image
+    return content.content if isinstance(content.content, str) else content.place
 
 
 def _label_of(row: MediaRow) -> str | int:

@@ -36,7 +36,7 @@ from upshift.training.checkpoint.model import read_adapter
 from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
-from upshift.training.loop.events import Finished, OnEvent, Saved, Started
+from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
 from upshift.training.media.prepare import MediaKind, MediaModel, prepare_media, refuse_given
 from upshift.training.media.progress import RunEvents
@@ -346,16 +346,17 @@ def _train(
         evaluation_loss = _held_out_loss(trainer, events, arguments) if data.evaluation is not None else None
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
         raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
-    save_model(request.output, base_of(model) if not hasattr(model, "peft_config") else model, data.preprocessors)
+    save_model(request.output, model, data.preprocessors)
     on_event(Saved(str(request.output), step))
-    on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, "finished"))
+    end = "finished" if step == arguments.max_steps else EARLY_STOPPING
+    on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
     return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
 
 
 def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
     """Return the held-out loss of the final model, which is measured unless it was already."""
     if arguments.load_best and trainer.state.best_metric is not None:
-        return trainer.state.best_metric
+        return float(trainer.state.best_metric)
     is_measured = bool(events.evaluations) and events.evaluations[-1][0] == trainer.state.global_step
     return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
 
@@ -413,6 +414,7 @@ def _record(
             "arguments": arguments.model_dump(),
             "global_batch": request.global_batch,
             "objective": media.kind,
+            "end": "finished" if trainer.state.global_step == arguments.max_steps else EARLY_STOPPING,
             "steps": trainer.state.global_step,
             "total_seconds": seconds,
             "loss_curve": [[step * request.global_batch, loss] for step, loss in zip(events.steps, events.losses, strict=True)],
