@@ -135,6 +135,8 @@ class ChatReader:
             inputs = dict(
                 self.processor(text=[example.text for example in examples], images=images if any(images) else None, **options)
             )
+        except RequestError:
+            raise
         except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as error:  # of a processor, for rows of any kind
             raise RequestError(
                 f"{places}: the processor of {self._reference!r} rejects the row ({one_line(error, limit=200)}); change it, or "
