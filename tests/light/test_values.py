@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
 from upshift.launching.request import HostJob, Launch
-from upshift.launching.server import ServerJob
+from upshift.launching.upshift_server import ServerJob
 from upshift.launching.vllm_server import VllmJob
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan

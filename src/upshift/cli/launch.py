@@ -18,7 +18,7 @@ from upshift.cli.options import Overwrite, argument, command_line_options, optio
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.inference.engine_environment import read_arguments
-from upshift.launching import hosts, kubernetes, mpi, ray, server, slurm, vllm_server
+from upshift.launching import hosts, kubeflow, mpi, ray, slurm, upshift_server, vllm_server
 from upshift.launching.request import MAX_RESTARTS, OVERWRITES, RENDEZVOUS_PORT, Launch, current_folder
 
 FILES = {  # by launcher: the default of --output, and the command that submits the file
@@ -37,7 +37,7 @@ USED_BY = {  # the launchers that use an option, if not all do
 SERVERS = ("slurm", "kubernetes", "ray")  # the launchers that start servers
 OF_TRAININGS = ("nproc", "max_restarts", "port")  # options that only trainings use
 GROUPS = "LeaderWorkerSet"  # the kind of object whose hosts share a model
-KINDS = (*kubernetes.KINDS, GROUPS)
+KINDS = (*kubeflow.KINDS, GROUPS)
 RAY_SERVE = ("upshift_serve.yaml", "serve deploy {}")  # as FILES, of a server
 OF_FIXED_SIZE = ("mpi", "ray")  # launchers whose jobs have a fixed number of hosts
 IMAGE_PYTHON = "python"  # the interpreter in a container
@@ -176,7 +176,7 @@ def command(
     )  # fmt: skip
     writers = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
-        "kubernetes": lambda: kubernetes.manifest(launch, kind or kubernetes.KINDS[0]),
+        "kubernetes": lambda: kubeflow.manifest(launch, kind or kubeflow.KINDS[0]),
         "mpi": lambda: mpi.mpi_script(launch),
         "ray": lambda: ray.ray_file(launch),
         "hosts": lambda: hosts.launch_script(launch),
@@ -200,7 +200,7 @@ def _check_serves(launcher: str, options: Mapping[str, str], nodes: str | None, 
     unused = next((options[name] for name in of_trainings if name in options), None)
     if unused is not None:
         raise RequestError(f"{unused} is for trainings, and the command after -- is serve; leave it out")
-    if kind in kubernetes.KINDS:
+    if kind in kubeflow.KINDS:
         raise RequestError(f"--kind {kind} is for trainings, and the command after -- is serve; leave it out, or use {GROUPS}")
     if nodes is not None and ":" in nodes:
         raise RequestError(f"--nodes {nodes} is a range, and a server runs on a fixed number of hosts; give one number")
@@ -212,12 +212,12 @@ def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hou
     engine_settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
     num_devices = read_arguments(engine_settings).ranks * (options["replicas"] or 1)
     in_image = launcher == "kubernetes"
-    job = server.ServerJob(
+    job = upshift_server.ServerJob(
         serve=tuple(words), port=options["port"], is_encrypted=options["ssl_certfile"] is not None,
         num_devices=num_devices, folder="" if in_image else current_folder(),
         python=IMAGE_PYTHON if in_image else sys.executable, **fields,
     )  # fmt: skip
-    return server.deployment(job) if in_image else server.sbatch_file(job, hours=hours, partition=partition)
+    return upshift_server.deployment(job) if in_image else upshift_server.sbatch_file(job, hours=hours, partition=partition)
 
 
 def _vllm_file(launcher: str, words: list[str], fields: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -65,6 +66,24 @@ def _check_root_path(path: str) -> str:
     return path
 
 
+def _check_traces_endpoint(url: str) -> str:
+    """Return the address of a collector. Raise RequestError if it is none, or if a library is missing that sends to it."""
+    try:
+        address = urlsplit(url)
+        is_address = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # a port that is no number up to 65,535, or a host in brackets that is no IPv6 address
+        is_address = False
+    if not is_address:
+        raise RequestError(
+            f"--otlp-traces-endpoint {url!r} is no address; write the address by which the collector takes traces by HTTP, such "
+            "as http://localhost:4318/v1/traces"
+        )
+    for library in ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-instrumentation-asgi"):
+        if installed_version(library) is None:
+            raise MissingExtra(library=library, extra="traces", purpose="--otlp-traces-endpoint")
+    return url
+
+
 Models = Annotated[
     list[str],
     argument("MODEL...", "One or several models: folders or model ids. NAME=MODEL gives a model a name for clients."),
@@ -101,6 +120,14 @@ RootPath = Annotated[
     option(
         "--root-path", panel=Panel.SERVER, metavar="PATH", default="none", check=_check_root_path,
         text="The path under which a proxy offers the server, such as /llm.",
+    ),
+]  # fmt: skip
+TracesEndpoint = Annotated[
+    str | None,
+    option(
+        "--otlp-traces-endpoint", panel=Panel.SERVER, metavar="URL", default="no traces", check=_check_traces_endpoint,
+        text="Send a trace of each request to this address of an OpenTelemetry collector, such as "
+        "http://localhost:4318/v1/traces.",
     ),
 ]  # fmt: skip
 SslCertfile = Annotated[
@@ -223,6 +250,7 @@ def command(
     allow_special: AllowSpecial = False,
     allow_origin: AllowOrigin = None,
     root_path: RootPath = "",
+    otlp_traces_endpoint: TracesEndpoint = None,
     ssl_certfile: SslCertfile = None,
     ssl_keyfile: SslKeyfile = None,
     race_seconds: RaceSeconds = None,
@@ -248,7 +276,7 @@ def command(
         serve(
             requests, address, limits, replicas=count_replicas(replicas, devices=ranks),
             memory_bytes=None if total_memory is None else int(total_memory * GIB), generation_options=_typed_for_texts(given),
-            on_ready=_print_ready, on_open=_print_address,
+            traces_endpoint=otlp_traces_endpoint, on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
 
 
@@ -289,7 +317,7 @@ def _make_address(
 def _make_limits(
     request_seconds: float, max_body_mb: float, api_key_file: Path | None, adapter_folder: Path | None, batch_folder: Path | None
 ) -> Any:
-    from upshift.serving.guard import Limits
+    from upshift.serving.request_checks import Limits
 
     return Limits(
         request_seconds=request_seconds,

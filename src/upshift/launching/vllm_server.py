@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from upshift.errors import RequestError
-from upshift.launching.kubernetes import as_yaml, resource_lines, selector_lines, variable_lines
+from upshift.launching.kubeflow import as_yaml, resource_lines, selector_lines, variable_lines
 from upshift.launching.request import HostJob, check_port
 
 START_PROBES = 180  # of 10 s each: vLLM reads the model, and compiles

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -29,8 +30,7 @@ from starlette.routing import Route
 
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.batches import Batches, BatchFolder, LineAnswer
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Guard, Limits, RootPath, route_path
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import DescribeTokenizer, Detokenize, Embed, Piece, Task
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
@@ -50,6 +50,8 @@ from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, Scori
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Guard, Limits, RootPath, route_path
+from upshift.serving.request_traces import RequestTraces
 from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class Server:
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    traces: RequestTraces | None = None
 
     async def chat(self, request: ChatRequest) -> Response:
         return await self._generate(request, "/v1/chat/completions")
@@ -399,7 +402,7 @@ class Server:
                 if request.model in self.pool.adapters:
                     engine_request = engine_request.model_copy(update={"adapter": request.model})
                 pieces = engine.pieces(engine_request)
-                timed_pieces = time_pieces(pieces, self.metrics, request.model)
+                timed_pieces = time_pieces(pieces, self.metrics, request.model, self.traces)
                 texts.append(add_prompt(timed_pieces, request, await self._echoed_text(engine, request, prompt)))
             async with aclosing(merge_choices(texts, seconds_left)) as choices:
                 async for choice in choices:
@@ -514,6 +517,8 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
     for path, name in (("/", "chat.html"), ("/docs", "docs.html")):
         app.get(path, include_in_schema=False)(partial(_read_page, name))
 
+    for route in [route for route in app.routes if isinstance(route, APIRoute) and "GET" in (route.methods or ())]:
+        app.head(route.path, include_in_schema=False)(route.endpoint)  # as monitors ask whether an address is there
     for error_type in (RequestValidationError, HTTPException, UpshiftError, TimeoutError):
         app.add_exception_handler(error_type, _handle_error)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -563,7 +568,6 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     app.get("/v1/models/{name:path}", **errors)(server.model)
     app.get("/version")(server.version)
     app.get("/health")(server.health)
-    app.head("/health", include_in_schema=False)(server.health)
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from upshift.internals.uvicorn_names import CYCLE, CYCLE_SCOPE, HTTP_PROTOCOL, RESPONSE_COMPLETE, SCOPE
-from upshift.serving.guard import route_path
 from upshift.serving.refusals import RETRY_SECONDS, Refusal, error_response
+from upshift.serving.request_checks import route_path
 
 STATUS_LINES = {408: b"HTTP/1.1 408 Request Timeout\r\n", 431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n"}
 

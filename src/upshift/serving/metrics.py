@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from upshift.serving.messages import Piece
+from upshift.serving.request_traces import RequestTraces, end_text
 
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -107,12 +108,13 @@ class VllmMetrics:
         )
 
 
-async def time_pieces(pieces: Any, metrics: Metrics, model: str) -> AsyncIterator[Piece]:
+async def time_pieces(pieces: Any, metrics: Metrics, model: str, traces: RequestTraces | None = None) -> AsyncIterator[Piece]:
     """Yield the pieces of one text, and record its tokens, its times and its end."""
+    span = None if traces is None else traces.start_text(model)
     start = time.perf_counter()
     first_piece_time = 0.0
     token_count = 0
-    has_ended = False
+    last: Piece | None = None
     try:
         async with aclosing(pieces):
             async for piece in pieces:
@@ -122,10 +124,13 @@ async def time_pieces(pieces: Any, metrics: Metrics, model: str) -> AsyncIterato
                     metrics.record_first_token(model, now - start)
                 token_count += piece.tokens
                 if piece.ending is not None:
-                    has_ended = True
+                    last = piece
                     token_seconds = (now - first_piece_time) / (token_count - 1) if token_count > 1 else None
                     metrics.record_text(model, piece, tokens=token_count, seconds=now - start, token_seconds=token_seconds)
                 yield piece
     finally:
-        if first_piece_time and not has_ended:
+        if first_piece_time and last is None:
             metrics.record_abort(model)
+        if span is not None:
+            now = time.perf_counter()
+            end_text(span, last, tokens=token_count, first_token=(first_piece_time or now) - start, seconds=now - start)

@@ -13,12 +13,12 @@ from upshift.inference.resumable_output import UnfinishedLines, output_identity
 from upshift.models.source import find_model
 from upshift.serving.app import Server
 from upshift.serving.batches import LineAnswer, answer_when_free
-from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.protocols.batch_requests import BatchLine, format_result, read_batch_lines
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Limits
 
 BLOCK_LINES = 256  # that are answered together, and written when all are answered
 REQUEST_SECONDS = 7 * 24 * 3600.0  # nobody waits for an answer

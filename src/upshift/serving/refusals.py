@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
-from upshift.serving.engine_client import RequestRefused
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import CONTEXT_CODE, cut_error
 
 

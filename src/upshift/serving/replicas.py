@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from upshift.errors import UpshiftError
-from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused, State, TokenizedPrompt, Vectors
+from upshift.serving.engine_process import EngineDied, EngineProcess, RequestRefused, State, TokenizedPrompt, Vectors
 from upshift.serving.messages import (
     DescribeTokenizer,
     Detokenize,

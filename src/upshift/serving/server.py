@@ -24,11 +24,12 @@ from upshift.loading.output_lock import LOCK_NAME, OutputLock
 from upshift.models.source import find_model
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.connections import ConnectionLimit, LimitedConnection
-from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Limits
+from upshift.serving.request_traces import RequestTraces, make_provider
 
 DRAIN_SECONDS = 30
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors that another port may solve
@@ -55,6 +56,7 @@ def serve(
     replicas: int = 1,
     memory_bytes: int | None = None,
     generation_options: Sequence[str] = (),
+    traces_endpoint: str | None = None,
     on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
     on_open: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -67,6 +69,7 @@ def serve(
         replicas: number of engines of each model.
         memory_bytes: memory of all engines together. None sets no limit.
         generation_options: options of the user that only models that generate use.
+        traces_endpoint: the address of a collector of OpenTelemetry. None sends no traces.
         on_ready: receives the name and the report of each engine that has started.
         on_open: receives the URL when the server accepts requests.
     """
@@ -79,12 +82,19 @@ def serve(
     sizes: dict[str, int] = {}
     if memory_bytes is not None:
         sizes = {name: replicas * _min_engine_bytes(request) for name, request in requests.items()}
-    server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits)
+    provider = None if traces_endpoint is None else make_provider(traces_endpoint)
+    traces = None if provider is None else RequestTraces(provider)
+    server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits, traces=traces)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
-    config = make_config(make_app(server, address.site), limits, address)
+    app = make_app(server, address.site)
+    config = make_config(app if traces is None else traces.wrap(app), limits, address)
     runner = asyncio.Runner(loop_factory=config.get_loop_factory())  # uvloop, where it is installed
     with runner, holding(limits.batch_folder):
-        runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
+        try:
+            runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
+        finally:
+            if provider is not None:
+                provider.shutdown()  # sends the spans that it has not sent yet
 
 
 def make_config(app: Any, limits: Limits, address: Address) -> uvicorn.Config:

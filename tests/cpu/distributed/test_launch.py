@@ -19,10 +19,10 @@ import pytest
 
 from upshift.errors import JobFailed
 from upshift.hardware.exchange_probe import free_port
-from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
+from upshift.launching import hosts, kubeflow, mpi, slurm, torchrun
 from upshift.launching.request import Launch
-from upshift.launching.server import ServerJob
-from upshift.launching.server import deployment as server_deployment
+from upshift.launching.upshift_server import ServerJob
+from upshift.launching.upshift_server import deployment as server_deployment
 from upshift.launching.vllm_server import VllmJob, leader_worker_set, serve_config
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -197,7 +197,7 @@ def test_sbatch_takes_the_file(launch: Callable[..., Launch], tmp_path: Path) ->
 def manifest(launch: Callable[..., Launch], kind: str, **fields: Any) -> dict[str, Any]:
     yaml = pytest.importorskip("yaml")
     size = {"cpus": 16, "memory": "64Gi", "gpus": 2, "image": "example.com/upshift:1", "node_selector": (("pool", "fast"),)}
-    document = yaml.safe_load(kubernetes.manifest(launch(**size, **fields), kind))
+    document = yaml.safe_load(kubeflow.manifest(launch(**size, **fields), kind))
     assert isinstance(document, dict)
     return document
 

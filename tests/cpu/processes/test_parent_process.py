@@ -52,7 +52,7 @@ run_forked([nap, nap, nap])
 """
 ENGINE = """
 import asyncio
-from upshift.serving.engine_client import EngineProcess
+from upshift.serving.engine_process import EngineProcess
 from upshift.serving.messages import EngineRequest
 async def main():
     engine = EngineProcess(EngineRequest(**{request!r}))

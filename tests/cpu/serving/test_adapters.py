@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.serving.engine.adapters import check_fits
+from upshift.serving.engine.answer_pieces import make_pieces
 from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine.pieces import make_pieces
-from upshift.serving.engine_client import EngineProcess
+from upshift.serving.engine_process import EngineProcess
 from upshift.serving.messages import Done, EngineRequest, Generate, LoadAdapter, Piece, UnloadAdapter
 
 PROMPTS = ("the quick brown fox", "seven wizards", "lazy dog while the moon", "jumps over")

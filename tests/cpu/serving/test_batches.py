@@ -19,9 +19,9 @@ from test_serving_parts import of_several
 from upshift.errors import RequestError
 from upshift.serving import batches as batches_module
 from upshift.serving import offline_batch
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import Generate, Piece, Refused
+from upshift.serving.request_checks import Limits
 from upshift.serving.server import holding
 
 CHATS = "/v1/chat/completions"

@@ -12,9 +12,9 @@ import uvicorn
 from test_serving_parts import Counted, of_several
 
 from upshift.serving.app import Server, make_app
-from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.request_checks import Limits
 from upshift.serving.server import Address, make_config
 
 LIMITS = Limits(header_seconds=0.4, header_bytes=2000, body_seconds=0.4, body_bytes=1000, connections=3)

@@ -13,9 +13,9 @@ from test_responses import CALLS, TEXT, Scripted
 from test_serve_clients import called
 from test_serve_faults import app_of, posted
 
-from upshift.serving.engine_client import RequestRefused, TokenizedPrompt
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import RequestRefused, TokenizedPrompt
 from upshift.serving.messages import Generate, Refused, Tokenize
+from upshift.serving.request_checks import Limits
 
 PATH = "/v1/messages"
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
@@ -180,10 +180,33 @@ def test_tokens_are_counted_without_an_answer() -> None:
     assert answer == {"input_tokens": len(str(request.prompt))} and not engine.requests
 
 
+CALL = {"type": "tool_use", "id": "t", "name": "now", "input": {}}
+
+
+def goes_on(content: Any) -> list[dict[str, Any]]:
+    return [*ASKED["messages"], {"role": "assistant", "content": content}]
+
+
+@pytest.mark.parametrize("content", ["so", [{"type": "text", "text": "s"}, {"type": "text", "text": "o"}]])
+def test_an_answer_goes_on_with_a_last_message_of_the_assistant(content: Any) -> None:
+    """As chat completions do with continue_final_message. The tokens that are counted are those of the same prompt."""
+    engine = Counting()
+    assert answered(engine, messages=goes_on(content)).status_code == 200
+    chat = {"model": "m", "messages": goes_on("so"), "continue_final_message": True, "add_generation_prompt": False}
+    assert posted(app_of(engine)[0], chat, path="/v1/chat/completions")[0].status_code == 200
+    first, second = engine.requests
+    assert (first.prompt, first.template) == (second.prompt, second.template) and first.template.ending == "open"
+    posted(app_of(engine)[0], {"model": "m", "messages": goes_on(content)}, path=f"{PATH}/count_tokens")
+    assert (engine.counted[0].prompt, engine.counted[0].template) == (first.prompt, first.template)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "so"}]}, "is not continued here"),
+    ({"messages": goes_on("so ")}, "white space"),
+    ({"messages": goes_on("")}, "must not be empty"),
+    ({"messages": goes_on([{"type": "text", "text": "so"}, CALL])}, "send the result of the tool"),
+    ({"messages": goes_on("so"), "thinking": {"type": "enabled", "budget_tokens": 5}}, "leave thinking out"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages.0.content.0 is a document"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]}, "source.type"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "type thinking"),

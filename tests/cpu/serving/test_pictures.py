@@ -22,9 +22,9 @@ from upshift.inference.generation.engines.torch_decoder import TorchStatesDecode
 from upshift.inference.generation.media import MediaPrompts
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
-from upshift.serving.engine import parts
+from upshift.serving.engine import chat_template
 from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine.pictures import computes_pictures
+from upshift.serving.engine.picture_support import computes_pictures
 from upshift.serving.messages import EngineRequest, Refused
 from upshift.serving.openai_requests import ChatRequest
 from upshift.serving.protocols.anthropic_requests import MessagesRequest
@@ -158,7 +158,7 @@ def test_what_goes_with_no_picture(worker: GenerationWorker, monkeypatch: pytest
     assert isinstance(refused, Refused) and "leave out prompt_logprobs, or the picture" in refused.why
     typed = body_of(part_of("red"), {"type": "text", "text": "<image>"})["messages"]
     assert "has the text <image>, which is a control token" in refusal(worker, {"messages": typed}).text
-    monkeypatch.setattr(parts, "MAX_PIXELS", 1000)
+    monkeypatch.setattr(chat_template, "MAX_PIXELS", 1000)
     large = body_of(part_of("red"), {"type": "text", "text": "x"})["messages"]
     assert "it has more than 1,000 pixels" in refusal(worker, {"messages": large}).text
     system = [{"role": "system", "content": [part_of("red")]}]

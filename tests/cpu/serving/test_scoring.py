@@ -22,7 +22,7 @@ from upshift.inference.weights import find_weights
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine.embedding import serve_embeddings
 from upshift.serving.engine.main import _select_engine
-from upshift.serving.engine_client import Vectors
+from upshift.serving.engine_process import Vectors
 from upshift.serving.messages import Embed, EngineRequest, Heartbeat, Ready, Vector
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool

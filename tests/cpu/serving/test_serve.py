@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 from web_driver import Page, driven
 
 from upshift.serving import server as door
-from upshift.serving.guard import Limits
+from upshift.serving.request_checks import Limits
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 

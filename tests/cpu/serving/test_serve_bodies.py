@@ -6,18 +6,20 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from test_serving_parts import Counted, of_several
 
 from upshift.serving.app import Server, make_app
-from upshift.serving.guard import Limits
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.request_checks import Limits
 
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
@@ -63,9 +65,15 @@ FORM = "application/x-www-form-urlencoded"
 TYPES = (None, "application/json", "application/json; charset=latin-1", FORM, "text/plain", "", "?;=")
 
 
-def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
+@cache
+def app_of_all_requests() -> FastAPI:
+    """One application, as a server has: to make it takes 90 ms, and thousands of bodies are sent here."""
     metrics = Metrics()
-    app = make_app(Server(ModelPool({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+    return make_app(Server(ModelPool({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+
+
+def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
+    app = app_of_all_requests()
 
     async def ask() -> httpx2.Response:
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)

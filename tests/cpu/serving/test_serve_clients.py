@@ -27,12 +27,12 @@ from upshift.inference.weights import find_weights
 from upshift.serving import server as serving_server
 from upshift.serving.app import Server, Site, make_app
 from upshift.serving.engine.main import _select_engine
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import EngineRequest, Refused
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.openai_requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from upshift.serving.request_checks import Limits
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 SITE = "https://pages.example"
@@ -168,8 +168,9 @@ def test_addresses_that_clients_look_at() -> None:
     missing = called("GET", "/v1/models/c")
     assert missing.status_code == 404 and "ask for one of m, a/b" in missing.json()["error"]["message"]
     assert called("GET", "/version").json()["version"]
-    head = called("HEAD", "/health")
-    assert head.status_code == 200 and not head.content
+    for path in ("/health", "/metrics", "/version", "/v1/models/m", "/docs"):
+        head = called("HEAD", path)
+        assert head.status_code == 200 and not head.content
     assert called("HEAD", "/health", limits=Limits(keys=("k",))).status_code == 200
     assert called("GET", "/v1/models/m", limits=Limits(keys=("k",))).status_code == 401
 
@@ -213,7 +214,7 @@ def test_every_answer_has_a_request_id(caplog: pytest.LogCaptureFixture) -> None
     made = [called("GET", "/health", headers=headers).headers["x-request-id"] for headers in ({}, {}, {"x-request-id": "a b"})]
     made.append(called("GET", "/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"])
     assert len(set(made)) == 4 and all(len(request_id) == 32 for request_id in made)
-    lines = [record.getMessage() for record in caplog.records if record.name == "upshift.serving.guard"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "upshift.serving.request_checks"]
     assert lines[0].startswith("abc-1 POST /v1/completions 200 ") and lines[1].startswith("abc-2 POST /v1/completions 401 ")
 
 

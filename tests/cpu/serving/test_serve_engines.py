@@ -21,7 +21,7 @@ from upshift.models.source import ModelSource
 from upshift.serving.engine import embedding
 from upshift.serving.engine.embedding import serve_embeddings
 from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused
+from upshift.serving.engine_process import EngineDied, EngineProcess, RequestRefused
 from upshift.serving.messages import Cancel, Embed, EngineRequest, Heartbeat, Ready, Refused, Vector
 
 VOCABULARY = 100

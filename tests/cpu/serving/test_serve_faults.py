@@ -21,8 +21,7 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.app import Server, choice_seed, make_app
 from upshift.serving.engine.main import hide_server, write_line
 from upshift.serving.engine.warmup import WARMUP_TOKENS, rows_that_fit
-from upshift.serving.engine_client import EngineDied, EngineProcess
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import EngineDied, EngineProcess
 from upshift.serving.load_test.report import load_page_html
 from upshift.serving.load_test.run import LoadTest, summarize_phase
 from upshift.serving.load_test.traffic import Traffic
@@ -41,6 +40,7 @@ from upshift.serving.messages import (
 )
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.request_checks import Limits
 from upshift.serving.server import stopping_on_signals
 
 COMPLETION = {"model": "m", "prompt": "x"}

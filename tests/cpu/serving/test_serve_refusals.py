@@ -13,7 +13,7 @@ from running_server import write_models
 
 from upshift.errors import JobFailed
 from upshift.serving import server as door
-from upshift.serving.engine_client import EngineProcess
+from upshift.serving.engine_process import EngineProcess
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 from upshift.errors import EngineEnded
 from upshift.inference.adapters import engine_arguments
 from upshift.inference.generation.engines.text_engine import Progress, TextRequest
+from upshift.serving.engine.admission import TtftEstimator
+from upshift.serving.engine.answer_pieces import make_pieces
 from upshift.serving.engine.generation import GenerationWorker, serve_texts
-from upshift.serving.engine.pieces import make_pieces
-from upshift.serving.engine.scheduler import TtftEstimator
 from upshift.serving.engine.text_scheduler import TextScheduler
 from upshift.serving.messages import EngineRequest, Generate, Ready, Refused
 

@@ -22,10 +22,10 @@ from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.app import Server, make_app
-from upshift.serving.engine.pieces import TextStream
-from upshift.serving.engine.scheduler import MAX_CACHED_PROMPTS, PromptCache, Scheduler, Ticket, TtftEstimator
-from upshift.serving.engine_client import RequestRefused
-from upshift.serving.guard import Limits
+from upshift.serving.engine.admission import Ticket, TtftEstimator
+from upshift.serving.engine.answer_pieces import TextStream
+from upshift.serving.engine.scheduler import MAX_CACHED_PROMPTS, PromptCache, Scheduler
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.load_test.client import RequestResult
 from upshift.serving.load_test.run import summarize_phase
 from upshift.serving.load_test.traffic import Traffic, arrivals
@@ -33,6 +33,7 @@ from upshift.serving.messages import EngineRequest, Generate, Heartbeat, Piece, 
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool, NoRoom
 from upshift.serving.replicas import ReplicaSet
+from upshift.serving.request_checks import Limits
 
 VOCABULARY, PASS_SECONDS, TOKEN_SECONDS = 16, 0.01, 0.001
 

@@ -17,11 +17,11 @@ from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
 from upshift.serving.engine.generation import GenerationWorker
 from upshift.serving.engine.tokenization import token_replies
-from upshift.serving.engine_client import EngineProcess, RequestRefused
-from upshift.serving.guard import Limits
+from upshift.serving.engine_process import EngineProcess, RequestRefused
 from upshift.serving.messages import Detokenize, EngineRequest, Refused, Tokenize
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
+from upshift.serving.request_checks import Limits
 
 TEMPLATE = "{% if brief %}brief{% endif %}"
 

@@ -20,11 +20,12 @@ from test_serve_faults import Recording, app_of, posted
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import RequestError
+from upshift.serving.engine.admission import TtftEstimator
+from upshift.serving.engine.answer_pieces import make_pieces
 from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine.pieces import make_pieces
-from upshift.serving.engine.scheduler import Scheduler, TtftEstimator
+from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, template_messages
-from upshift.serving.engine_client import RequestRefused
+from upshift.serving.engine_process import RequestRefused
 from upshift.serving.messages import EngineRequest, Generate, Refused
 from upshift.serving.openai_requests import ChatRequest
 from upshift.serving.protocols.chat_messages import Tool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from upshift.inference.generation.prefix import PASS_TOKENS, common_prefix
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.sequence import GeneratedSequence
 
+MIN_LOGPROB = -9999.0  # OpenAI's value for a token without any chance
 ADMIT_SHARE = 4  # admission copies the cache, so it waits until the rows divided by this are free
 
 
@@ -142,3 +144,26 @@ def choose_tokens(logits: np.ndarray, sequences: list[GeneratedSequence]) -> lis
 def choose_token(logits: np.ndarray, likeliest: int, sequence: GeneratedSequence) -> int:
     """Return the next token of a sequence from logits [V], whose largest is at ``likeliest``."""
     return likeliest if sequence.is_greedy else sequence.choose(logits)
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and its rank: 1 for the likeliest. ``top`` holds the likeliest tokens at its position, the
+    likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
+
+    @classmethod
+    def from_logits(cls, logits: np.ndarray, token: int, count: int) -> TokenLogprob:
+        """Return the log-probability of ``token`` from logits [V], with the ``count`` likeliest tokens."""
+        logits64 = logits.astype(np.float64)
+        shifted = logits64 - logits64.max()
+        logprobs = np.maximum(shifted - np.log(np.exp(shifted).sum()), MIN_LOGPROB)
+        count = min(count, len(logprobs))
+        candidates = np.argpartition(-logprobs, count - 1)[:count] if count else np.empty(0, dtype=np.int64)
+        ordered = candidates[np.argsort(-logprobs[candidates], kind="stable")]
+        top = tuple((int(candidate), float(logprobs[candidate])) for candidate in ordered)
+        rank = 1 + int((logprobs > logprobs[token]).sum())
+        return cls(token, float(logprobs[token]), top, rank)

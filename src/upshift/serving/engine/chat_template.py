@@ -1,8 +1,12 @@
-"""Write chats by a model's chat template, and find out which variables of a request the template uses."""
+"""Write chats by a model's chat template, with the pictures of their messages, and find out which variables of a request the
+template uses."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import inspect
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -11,14 +15,15 @@ from typing import Any
 from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError, UpshiftError
-from upshift.inference.generation.media import MediaPrompts, has_media
+from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
-from upshift.serving.engine.parts import read_pictures, write_parts
+from upshift.loading.media_files import read_image_file
 from upshift.serving.messages import PromptEnding, TemplateOptions
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
 EFFORT = "reasoning_effort"
+MAX_PIXELS = 2**25  # of one picture: a small file can have more than fit into memory
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # that a template raises for messages that it does not take
 
 
@@ -150,3 +155,36 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat is not what the chat template of the model takes ({error}); give messages that it takes"
             ) from None
+
+
+def write_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are all parts."""
+    return [{**message, "content": _parts_of(message.get("content"))} for message in messages]
+
+
+def _parts_of(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def read_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose parts hold the pictures themselves in place of their bytes in base64."""
+    return [
+        {**message, "content": [_read_part(part, f"messages.{number}") for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for number, message in enumerate(messages)
+    ]
+
+
+def _read_part(part: Mapping[str, Any], place: str) -> dict[str, Any]:
+    if part["type"] != IMAGE:
+        return dict(part)
+    try:
+        data = io.BytesIO(base64.b64decode(part["data"], validate=True))
+        picture = read_image_file(data, purpose="a message with a picture", max_pixels=MAX_PIXELS)
+    except (OSError, binascii.Error) as error:
+        reason = str(error) if "pixels" in str(error) else "it is no picture that pillow knows"
+        raise RequestError(f"the picture in {place} cannot be read ({reason}); send a PNG or JPEG file in base64") from None
+    return {"type": IMAGE, "image": picture}

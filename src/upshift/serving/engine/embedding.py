@@ -24,7 +24,7 @@ from upshift.inference.encoding.run import activate
 from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.tokenizer import load_tokenizer
-from upshift.serving.engine.scheduler import smooth
+from upshift.serving.engine.admission import smooth
 from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (

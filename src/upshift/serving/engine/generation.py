@@ -30,8 +30,9 @@ from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.adapter_files import keep_adapters
-from upshift.serving.engine.pictures import PictureReader
-from upshift.serving.engine.pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.admission import RequestQueue, Ticket, TtftEstimator
+from upshift.serving.engine.answer_pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.picture_support import PictureReader
 from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
     END_TOKENS,
@@ -42,7 +43,7 @@ from upshift.serving.engine.reasoning import (
     find_reasoning_form,
     template_reasoning,
 )
-from upshift.serving.engine.scheduler import RequestQueue, Scheduler, Ticket, TtftEstimator
+from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
 from upshift.serving.engine.tokenization import check_token_ids, cut_prompt, token_replies
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, schemas_of_tools

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from upshift.errors import JobFailed
+from upshift.inference.generation.batching import TokenLogprob
 from upshift.inference.generation.engines.text_engine import Progress, ScoredToken, TextEngine, TextRequest, check_taken
 from upshift.inference.generation.text_batches import time_texts
-from upshift.serving.engine.scheduler import RequestQueue, Ticket, TokenLogprob
+from upshift.serving.engine.admission import RequestQueue, Ticket
 from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes
 
 

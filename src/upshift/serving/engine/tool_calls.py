@@ -2,7 +2,7 @@
 
 The template itself shows the form of a call. It writes a made-up call, and the texts around the name and the arguments are
 the form. Arguments are JSON, as in the templates of Hermes, Qwen 3, Llama 3.1 and Mistral, or text between tags
-(``tagged_calls``)."""
+(``tool_calls_in_tags``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from upshift.errors import RequestError
 from upshift.inference.generation.grammar import WHITESPACE
 from upshift.serving.engine.chat_template import QUESTION, ChatTemplate
-from upshift.serving.engine.tagged_calls import KEYS, NAMES, VALUES, Tags, find_tagged_form, read_tagged_call, tagged_call_rules
+from upshift.serving.engine.tool_calls_in_tags import (
+    KEYS,
+    NAMES,
+    VALUES,
+    Tags,
+    find_tagged_form,
+    read_tagged_call,
+    tagged_call_rules,
+)
 from upshift.serving.messages import PromptEnding, ToolCall
 
 ID_CHARACTERS = 9  # of a call's id: the only length that the templates of some models take

@@ -10,7 +10,8 @@ from upshift.errors import NothingFits
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.engine.scheduler import PROMPT_CHUNK_TOKENS, Scheduler, Ticket
+from upshift.serving.engine.admission import Ticket
+from upshift.serving.engine.scheduler import PROMPT_CHUNK_TOKENS, Scheduler
 
 FULL_STEPS = 12  # steps with all rows used; every third one after a row was exchanged
 WARMUP_TOKENS = 20  # of an answer at most

@@ -172,7 +172,26 @@ class MessagesPrompt(CheckedBody):
             "reasoning_effort": output.effort,
             "response_format": form,
             **self._thinking_fields(),
+            **self._ending_fields(),
         }
+
+    def _ending_fields(self) -> dict[str, Any]:
+        """Return the fields by which an answer goes on with a last message of the assistant, as Anthropic documents."""
+        last = self.messages[-1]
+        if last.role != "assistant":
+            return {}
+        blocks = last.blocks()
+        if not all(isinstance(block, TextBlock | ThinkingBlock) for block in blocks):
+            raise RequestError("the last message is the assistant's and calls a tool; send the result of the tool after it")
+        text = _join_texts([block for block in blocks if isinstance(block, TextBlock)])
+        if not text or text != text.rstrip():
+            raise RequestError(
+                "the last message is the assistant's, and the answer goes on with its text, which must not be empty or end with "
+                "white space; leave the message or the white space out"
+            )
+        if self.thinking is not None and self.thinking.type == "enabled":
+            raise RequestError("an answer that goes on with the last message has no reasoning before it; leave thinking out")
+        return {"continue_final_message": True, "add_generation_prompt": False}
 
     def _thinking_fields(self) -> dict[str, Any]:
         thinking = self.thinking
@@ -209,9 +228,7 @@ class MessagesRequest(MessagesPrompt):
 def chat_messages(messages: list[AnthropicMessage]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's form. Those that follow each other with the same role become one, as Anthropic documents.
 
-    Raise RequestError for a block that its role does not have, and for an answer at the end, which the model would continue."""
-    if messages[-1].role == "assistant":
-        raise RequestError("the last message is the assistant's, and an answer is not continued here; end with one of the user")
+    Raise RequestError for a block that its role does not have."""
     converted: list[dict[str, Any]] = []
     for role, group in groupby(messages, key=lambda message: message.role):
         turns = [message.blocks() for message in group]

@@ -10,8 +10,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from upshift.serving.batches import Batches
-from upshift.serving.guard import FILES_PATH
 from upshift.serving.protocols.batch_requests import BatchRequest, read_upload
+from upshift.serving.request_checks import FILES_PATH
 
 UPLOAD_FIELDS = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
 UPLOAD = {

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.serving.guard import find_content_problem
 from upshift.serving.protocols.chat_messages import CheckedBody
+from upshift.serving.request_checks import find_content_problem
 from upshift.text import find_lone_surrogate
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]

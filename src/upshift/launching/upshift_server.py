@@ -12,7 +12,7 @@ from typing import Self
 from pydantic import model_validator
 
 from upshift.errors import RequestError
-from upshift.launching.kubernetes import as_yaml, resource_lines, selector_lines, variable_lines
+from upshift.launching.kubeflow import as_yaml, resource_lines, selector_lines, variable_lines
 from upshift.launching.request import HostJob, check_port
 from upshift.launching.slurm import folder_lines, size_directives
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from upshift.inference.generation.batching import TokenLogprob
+from upshift.serving.engine.admission import Ticket
 from upshift.serving.engine.reasoning import ReasoningStream
-from upshift.serving.engine.scheduler import Ticket, TokenLogprob
 from upshift.serving.engine.tool_calls import CallStream, partial_length
 from upshift.serving.messages import Ending, Piece, Refused, TokenScore, ToolCall
 

@@ -1,0 +1,227 @@
+"""Decide whether a request is admitted: with 429 if its first token would come later than promised, with 413 if it never fits.
+
+``RequestQueue`` holds the waiting and the running requests of one engine, of every kind. ``TtftEstimator`` estimates the time to
+a first token from the times of the engine's passes."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Generic, TypeVar
+
+from upshift.inference.generation.batching import TokenLogprob
+from upshift.inference.generation.media import MediaPrompt
+from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.serving.messages import CONTEXT_CODE, Refused
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the queue of an engine.
+
+    ``arrival``: the time when the request came, by the queue's clock.
+    ``is_conversation``: the next prompt of the conversation begins with this prompt and its answer.
+    ``top``: the number of likeliest tokens to report. None reports no log-probabilities.
+    ``expected_seconds``: the estimated time to the first token at admission, before the correction.
+    ``cached_tokens``: tokens of the prompt that are taken from the prompt cache.
+    ``is_cached_later``: the prompt and its answer go into the prompt cache when the answer ends.
+    ``prompt_top``: as ``top``, for the tokens of the prompt.
+    ``adapter``: the key of the adapter that computes the request, or None.
+    ``logprob``: the log-probability of the last token, or of the last token of the prompt while the prompt is scored."""
+
+    id: int
+    sequence: GeneratedSequence
+    arrival: float
+    is_conversation: bool = False
+    top: int | None = None
+    prompt_top: int | None = None
+    adapter: str | None = None
+    expected_seconds: float = 0.0
+    cached_tokens: int = 0
+    is_cached_later: bool = False
+    logprob: TokenLogprob | None = None
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Return the number of cache tokens that are reserved for the request."""
+        return len(self.sequence.prompt) + self.sequence.options.new_tokens
+
+    @property
+    def has_inputs(self) -> bool:
+        """Return whether the prompt has other inputs than its tokens, so that it is computed in a pass of its own."""
+        return isinstance(self.sequence.prompt, MediaPrompt)
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Return the number of the prompt's tokens that the engine has to compute together: not those that are scored one by
+        one."""
+        return 1 if self.sequence.scores_prompt else len(self.sequence.prompt) - self.cached_tokens
+
+
+E = TypeVar("E")
+
+
+@dataclass
+class RequestQueue(Generic[E]):
+    """The waiting and the running requests of one engine, and the decision whether a new one is admitted.
+
+    ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
+    ``max_ttft``: promised seconds to the first token.
+    ``failed``: requests for which no token could be chosen, until the caller takes them out."""
+
+    engine: E
+    rows: int
+    cache_tokens: int | None
+    estimator: TtftEstimator
+    max_ttft: float | None = None
+    max_waiting: int = 256
+    clock: Callable[[], float] = time.perf_counter
+    live: list[Ticket] = field(default_factory=list)
+    waiting: deque[Ticket] = field(default_factory=deque)
+    failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
+    _canceled_ids: set[int] = field(default_factory=set)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.live or self.waiting)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Return whether a request has no token yet."""
+        return bool(self.waiting) or any(not ticket.sequence.tokens for ticket in self.live)
+
+    def add(self, ticket: Ticket) -> Refused | None:
+        """Add a request to the queue and return None, or return why it is rejected.
+
+        The status is 413 if the request can never fit, and 429 if it would wait too long."""
+        if self.cache_tokens is not None and ticket.reserved_tokens > self.cache_tokens:
+            message = (
+                f"prompt and answer take {ticket.reserved_tokens:,} tokens of the cache, which holds {self.cache_tokens:,}; "
+                "ask for fewer"
+            )
+            return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
+        ticket.cached_tokens = self._count_cached(ticket)
+        ticket.expected_seconds = self._estimate_ttft(ticket)
+        wait = ticket.expected_seconds * self.estimator.correction
+        if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
+            message = (
+                f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
+            )
+            return Refused(id=ticket.id, status=429, why=message, retry_after=wait - self.max_ttft)
+        if len(self.live) + len(self.waiting) >= self.rows + self.max_waiting:  # a request with a free row does not wait
+            message = f"{len(self.waiting):,} requests wait already"
+            return Refused(id=ticket.id, status=429, why=message, retry_after=wait)
+        self.waiting.append(ticket)
+        return None
+
+    def _count_cached(self, ticket: Ticket) -> int:
+        """Return how many tokens of a new request's prompt need not be computed. 0: unknown."""
+        return 0
+
+    def _estimate_ttft(self, ticket: Ticket) -> float:
+        """Return the estimated seconds to the first token of a new request, before the correction."""
+        sequences = [live_ticket.sequence for live_ticket in self.live]
+        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
+        pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
+        prompt_tokens = ticket.uncached_tokens + waiting_tokens + pending_tokens
+        steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
+        return self.estimator.step_seconds * steps + self.estimator.estimate(
+            prompt_tokens,
+            free_rows=self.rows - len(self.live),
+            live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
+            requests_before=len(self.waiting),
+        )
+
+    def _steps_beside(self, prompt_tokens: int) -> int:
+        """Return how many steps of the other rows the tokens of prompts wait for."""
+        return 0
+
+    def cancel(self, id: int) -> None:
+        """Remove a request from the queue, or from the rows before the next pass."""
+        if any(ticket.id == id for ticket in self.live):
+            self._canceled_ids.add(id)
+        self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
+
+    def step(self) -> Iterable[tuple[Ticket, int]]:
+        """Wait for the next tokens of the engine. Yield each with its request, whose state is that after this token."""
+        raise NotImplementedError
+
+
+SMOOTHING = 0.9  # share of the old value when a new pass is measured
+RECENT_REQUESTS = 256  # for the mean answer length and for the correction
+MIN_RATIOS = 16  # until so many first tokens have come, estimates are not corrected
+CORRECTION_QUANTILE = 0.98  # of the ratios of real to estimated times
+MIN_CORRECTION = 0.5
+MAX_CORRECTION = 4.0
+
+
+class TtftEstimator:
+    """An estimate of how long a new request would wait for its first token, from the times of the engine's passes.
+
+    Passes are measured as they run: prompts by their tokens, steps by their rows. Each estimate is compared with the real
+    time. The next estimate is multiplied by a correction, with which 98 of 100 recent estimates would have been long enough."""
+
+    def __init__(self, *, token_seconds: float, step_seconds: float, output_length: float) -> None:
+        """Start from the values that the race or the warm-up measured.
+
+        ``token_seconds`` is the time of one token of a prompt. ``step_seconds`` is the time of one more token of all
+        rows. ``output_length`` is the number of tokens of an answer."""
+        self.token_seconds = token_seconds
+        self.step_seconds = step_seconds
+        self._answer_lengths: deque[float] = deque([output_length], maxlen=RECENT_REQUESTS)
+        self._ratios: deque[float] = deque(maxlen=RECENT_REQUESTS)  # real to estimated seconds
+
+    def record_prompts(self, prompt_tokens: int, seconds: float) -> None:
+        self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+
+    def record_step(self, seconds: float) -> None:
+        self.step_seconds = smooth(self.step_seconds, seconds)
+
+    def record_answer(self, tokens: int) -> None:
+        self._answer_lengths.append(tokens)
+
+    def record_first_token(self, expected: float, seconds: float) -> None:
+        """Record the estimated and the real seconds to a first token."""
+        self._ratios.append(seconds / max(expected, 1e-3))
+
+    @property
+    def correction(self) -> float:
+        """Return the factor for the next estimate. It is 1 until enough first tokens have come."""
+        if len(self._ratios) < MIN_RATIOS:
+            return 1.0
+        ordered = sorted(self._ratios)
+        quantile = ordered[int(CORRECTION_QUANTILE * (len(ordered) - 1))]
+        return min(max(quantile, MIN_CORRECTION), MAX_CORRECTION)
+
+    def estimate(self, prompt_tokens: int, *, free_rows: int, live: Iterable[tuple[int, int]], requests_before: int) -> float:
+        """Return the estimated seconds to the first token of a request, before the correction.
+
+        Args:
+            prompt_tokens: tokens to compute for this request and for the requests before it.
+            free_rows: rows without a sequence.
+            live: for each running sequence, its tokens so far and the maximum of its further tokens.
+            requests_before: number of requests that wait already.
+        """
+        end_steps = [self._remaining_steps(tokens, tokens_left) for tokens, tokens_left in live]  # from now
+        answer_length = fmean(self._answer_lengths)
+        heapq.heapify(end_steps)
+        steps_to_row = 0.0
+        for _ in range(free_rows, requests_before + 1):
+            steps_to_row = end_steps[0] if end_steps else 0.0
+            heapq.heappushpop(end_steps, steps_to_row + answer_length)
+        return steps_to_row * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
+
+    def _remaining_steps(self, tokens: int, tokens_left: int) -> float:
+        """Return the expected number of further tokens of a sequence, from the recent answers that were longer than
+        the sequence is now. One that is longer than all of them is expected to double."""
+        longer = [length for length in self._answer_lengths if length > tokens]
+        return min(fmean(longer) - tokens if longer else max(tokens, 1.0), tokens_left)
+
+
+def smooth(old: float, measured: float) -> float:
+    """Return the mean of measured times in which the newest ones count most."""
+    return SMOOTHING * old + (1.0 - SMOOTHING) * measured
