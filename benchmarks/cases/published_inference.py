@@ -194,7 +194,7 @@ def shape_of(row: dict[str, Any]) -> ReplicaShape:
 
 def best_of(row: dict[str, Any], host: Host, profile: ModelProfile) -> Candidate | None:
     ranking = rank_plans(host, profile, workload_of(row), fixed=shape_of(row)._asdict())
-    return ranking.candidates[0] if ranking.candidates else None
+    return max(ranking.candidates, key=lambda candidate: candidate.tokens_per_second, default=None)  # as many as benchmarks give
 
 
 def predict(row: dict[str, Any]) -> list[Score] | str:

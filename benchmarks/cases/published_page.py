@@ -38,10 +38,10 @@ python benchmarks/cases/leave_one_out.py        # prints this table from the row
 ```
 
 - **Within 25%**: the share of runs whose error is at most 25 %. The goal is 90 %.
-- **In interval**: the share of runs that lie in the printed interval of a step's time, 0.60 to 1.60. The goal is 90 %.
+- **In interval**: the share of runs that lie in the printed interval of a step's time, 0.70 to 1.45. The goal is 90 %.
 
-pytorch/ao says that its B200 had limited power. So these rows are judged, but no factor is fitted to them: they show the limit,
-and not the chip.
+pytorch/ao says that its B200 had limited power, and torchtitan that its H100 had 500 W. So these rows are judged, but no factor
+is fitted to them: they show the limit, and not the chip.
 
 ## Memory
 
@@ -55,9 +55,13 @@ with the CUDA context and other libraries.
 - A prediction uses the row's settings and what its program is documented to do
   ([published_programs.py](../benchmarks/cases/published_programs.py)). A program about which nothing is known is predicted as a
   transformers model with its own loss.
-- Three factors of the A100 and three of the H100 were fitted to LLM Foundry's MPT-125M, 760M, 3B, 13B and 70B. So was the time
-  that ranks wait for the slowest node. The B200's factors were fitted to SimuMax's Llama 3 70B
-  ([rates.py](../src/upshift/planning/cost/rates.py)). No constant of memory was fitted.
+- Two factors of the A100 and two of the H100 were fitted to LLM Foundry's MPT-125M, 760M, 3B, 13B and 70B: of matrix products and
+  of memory traffic. So was the time that ranks wait for the slowest node. The B200's two factors were fitted to SimuMax's Llama 3
+  70B ([rates.py](../src/upshift/planning/cost/rates.py)). No constant of memory was fitted.
+- The rate of attention was fitted to no row. It is what the program's kernel reaches alone on the chip, as its authors measured
+  ([efficiency.py](../src/upshift/hardware/catalog/efficiency.py)): FlashAttention 1 (Triton) in LLM Foundry, FlashAttention 2
+  behind torch's `sdpa` of 2024, cuDNN in Transformer Engine and in torch 2.13 on H100 and B200.
+- torchtitan's H100 have memory with 2.4 TB/s, as it says. Their predictions use this figure.
 - SimuMax published some runs twice, once for each kind of memory. Their speed counts once. Its runs that differ in the number of
   micro-batches only have one measurement of memory: 43 rows of allocated memory are 19 measurements.
 - bigscience (Megatron-DeepSpeed) and Calculon trained an older GPT that Upshift cannot divide over GPUs. GPT-NeoX of the same

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from upshift.hardware import AttentionKernel
 from upshift.models.profile import Granularity
 from upshift.planning.layout import Layout
 
@@ -19,6 +20,7 @@ class Program:
     layout: dict[str, Any] = field(default_factory=dict)  # of Layout, where the row's layout can have them
     selective: Granularity | None = "selective"  # what the source means by it; None: attention's core, which sdpa repeats
     buffers: bool = False  # pipeline stages have a buffer for each stage, not for each micro-batch of a step
+    kernel: AttentionKernel | None = None  # of attention; None: the one that torch takes today
     neox: bool = False  # its GPT has the matrices of GPT-NeoX, whose class says how ranks divide them
 
 
@@ -42,8 +44,11 @@ MEGATRON_WITH_TRANSFORMER_ENGINE = Program(
 # train_configs); loss parallel wherever there is tensor parallelism (disable_loss_parallel is off). Until early 2025 its loss was
 # not compiled ("compiling loss function causes CUDA errors, turning off for now", train.py of that time, not read at the very
 # commit), then wherever the model is (build_cross_entropy_loss of components/loss.py).
-TORCHTITAN_2024 = Program(layout={"vocabulary_parallel": True}, selective="alternate")
-TORCHTITAN_2025 = Program(layout={"vocabulary_parallel": True}, selective="alternate", when_compiled={"loss_kernel": "compiled"})
+# torch's sdpa ran FlashAttention 2 then, also on an H100.
+TORCHTITAN_2024 = Program(layout={"vocabulary_parallel": True}, selective="alternate", kernel="flash_2")
+TORCHTITAN_2025 = Program(
+    layout={"vocabulary_parallel": True}, selective="alternate", when_compiled={"loss_kernel": "compiled"}, kernel="flash_2"
+)
 
 # Megatron-DeepSpeed and Megatron-LM of 2022: GPT with one matrix for queries, keys and values (as in GPT-NeoX; learned positions
 # or ALiBi for rotary embedding are nothing in time), words divided, 16-bit weights with an fp32 copy in the optimizer, gradients
@@ -52,11 +57,13 @@ TORCHTITAN_2025 = Program(layout={"vocabulary_parallel": True}, selective="alter
 # (Korthikanti et al. 2022, section 5).
 MEGATRON_2022 = Program(
     plan={"precision": "bf16"}, layout={"master_weights": True, "vocabulary_parallel": True, "overlap": False},
-    selective=None, buffers=True, neox=True,
+    selective=None, buffers=True, kernel="flash_1", neox=True,
 )  # fmt: skip
 # All in bf16 (dtype: bf16 of its recipes, no autocast); the loss is compiled with the model (compile_loss of
 # torchtune/training/_compile.py).
-TORCHTUNE = Program(plan={"precision": "bf16-weights"}, when_compiled={"loss_kernel": "compiled"})
+TORCHTUNE = Program(plan={"precision": "bf16-weights"}, when_compiled={"loss_kernel": "compiled"}, kernel="flash_2")
+# attn_impl: triton, which is FlashAttention 1 (llm-foundry's layers/attention.py of that time).
+LLM_FOUNDRY = Program(kernel="flash_1")
 # What rows have no field for is said in their notes. torchtune's LinearCrossEntropyLoss takes the tokens in 8 chunks.
 NOTED: dict[str, dict[str, Any]] = {
     "oss in chunks": {"loss_chunk_tokens": 1024, "loss_kernel": "eager"},
@@ -81,6 +88,7 @@ PROGRAMS: dict[tuple[str, str], Program] = {  # repository, and how the file's p
     ("bigscience-workshop/bigscience", ""): MEGATRON_2022,
     ("calculon-ai/calculon", ""): MEGATRON_2022,
     ("meta-pytorch/torchtune", ""): TORCHTUNE,
+    ("mosaicml/llm-foundry", ""): LLM_FOUNDRY,
 }
 GPT_FIELDS = {"hidden_size": ("hidden_size", "n_embd"), "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",)}
 # Of pre-training codes: no dropout, one kernel for the activation (GPT-2's own in transformers is eight).

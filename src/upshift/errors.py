@@ -2,7 +2,7 @@
 
 UpshiftError            exit 1  something failed that is not the user's request
 ├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step (also a ValueError)
-│   ├── MissingExtra    exit 2  the request needs an optional library that is not installed
+│   ├── MissingExtra    exit 2  the request needs a library that is not installed
 │   └── MissingInternal exit 2  the installed version of a library no longer has a name that a feature needs
 ├── NothingFits         exit 3  no plan fits; carries the nearest plan that would
 ├── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
@@ -29,10 +29,12 @@ class RequestError(UpshiftError, ValueError):
 
 
 class MissingExtra(RequestError):
-    """Report an optional library that is not installed. The message is the install command."""
+    """Report a library that is not installed. The message is the install command.
+
+    ``extra``: the extra of Upshift that brings the library, or "" for a library that Upshift always needs."""
 
     def __init__(self, *, library: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {library}: run  {install_command(extra)}")
+        super().__init__(f"{purpose} needs {library}: run  {install_command(*filter(None, [extra]))}")
 
 
 class MissingInternal(RequestError):

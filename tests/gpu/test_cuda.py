@@ -6,6 +6,7 @@ Each test is skipped, with its reason, where there is no GPU.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, TrainingArguments
 
 import upshift
 from upshift.benchmarking.meters import allocated_peak
@@ -29,6 +31,7 @@ from upshift.planning.cost.process_memory import library_bytes
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.arguments import Arguments
+from upshift.training.checkpoint.rng import capture_rng, read_rng, restore_rng, seed_rng, write_rngs
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.prepare import autocast, chunked_loss, convert_to_fp8, no_cache, offload_activations, prepare_model
@@ -268,7 +271,9 @@ def test_packed_kernels_are_sdpa_on_packed_rows(name: str) -> None:
     assert cosine > 0.99
 
 
-def trained(folder: Path, plan: Plan, *, resume: str | None = None, **more: Any) -> tuple[list[float], Any]:
+def trained(
+    folder: Path, plan: Plan, *, resume: str | None = None, model: nn.Module | None = None, **more: Any
+) -> tuple[list[float], Any]:
     """Losses of a short run of the Trainer by a given plan."""
     rows = torch.randint(0, TINY.vocab_size, (32, 64), generator=torch.Generator().manual_seed(2))
     given = {
@@ -276,7 +281,7 @@ def trained(folder: Path, plan: Plan, *, resume: str | None = None, **more: Any)
         "learning_rate": LEARNING_RATE, "per_device_train_batch_size": 4,
     }  # fmt: skip
     trainer = upshift.Trainer(
-        model=llama(), args=TrainingArguments(str(folder), **given | more), plan=plan.changed(sequence_length=64),
+        model=model or llama(), args=TrainingArguments(str(folder), **given | more), plan=plan.changed(sequence_length=64),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
@@ -292,6 +297,79 @@ def test_a_run_is_resumed_from_its_checkpoint(precision: str, tmp_path: Path) ->
     assert again[-3:] == pytest.approx(whole[-3:], rel=1e-6)
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def seq2seq() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": TINY.vocab_size}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)).train()
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        (seq2seq, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (llama, {"per_device_train_batch_size": 2, "packing": True}),
+    ],
+    ids=["seq2seq", "packed"],
+)
+def test_a_trainer_cuts_batches_that_lie_on_the_gpu(build: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The loader has moved the script's batches before they are cut, or laid end to end. The losses are transformers' own."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(6, 24, (16,), generator=draw).tolist()
+    rows = [torch.randint(3, TINY.vocab_size, (length,), generator=draw).tolist() for length in lengths]
+    found = []
+    for trainer_class, more in ((transformers.Trainer, {}), (upshift.Trainer, {"plan": plan_of(sequence_length=32, **changes)})):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=7,
+            learning_rate=LEARNING_RATE, per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = trainer_class(model=build(), args=arguments, train_dataset=rows, data_collator=padded, **more)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_trainer_without_memory_goes_on_in_halves(tmp_path: Path) -> None:
+    """The first rows of the third step do not fit, so the gradients that they left are dropped. The losses are the same."""
+    whole, _ = trained(tmp_path / "whole", plan_of())
+    model, calls = llama(), [0]
+
+    def run_out(module: nn.Module, given: Any, output: Any) -> None:
+        calls[0] += module.training
+        if module.training and calls[0] == 3:
+            raise torch.OutOfMemoryError("made up by the test")
+
+    model.model.layers[-1].register_forward_hook(run_out)
+    halved, trainer = trained(tmp_path / "halved", plan_of(), model=model)
+    assert halved == pytest.approx(whole, rel=1e-5)
+    assert trainer.upshift_choice.plan.per_device_train_batch_size == 2
+    (line,) = (tmp_path / "halved" / "upshift_out_of_memory.jsonl").read_text().splitlines()
+    assert json.loads(line)["words"] == "made up by the test"
+
+
+def test_the_devices_random_numbers_come_back(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+
+    def draw() -> torch.Tensor:
+        return nn.functional.dropout(torch.ones(256, device=device))
+
+    seed_rng(1)
+    write_rngs(tmp_path, [capture_rng(device)])
+    drawn = draw()
+    seed_rng(2)
+    assert not torch.equal(draw(), drawn)
+    saved = read_rng(tmp_path, rank=0)
+    assert saved is not None
+    restore_rng(saved, device)
+    assert torch.equal(draw(), drawn)
 
 
 def test_four_bit_weights_train_an_adapter(tmp_path: Path) -> None:

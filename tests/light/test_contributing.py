@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "templates"
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="an engine's file imports torch, which is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ def test_a_chip_is_one_file(clone: Path) -> None:
     assert run(clone, "-c", code).split() == ["16", "2"]
 
 
+@NEEDS_TORCH
 def test_an_engine_is_one_file(clone: Path) -> None:
     code = """
 from upshift.hardware import describe

@@ -246,6 +246,21 @@ def test_exchanges_that_ranks_wait_for(a_byte_a_second: None) -> None:
         assert seconds_of(heads, compute)["context parallel"] == 4 * 2 * LAYERS * STATES
 
 
+def test_fused_kernels_multiply_the_pieces_that_are_there(a_byte_a_second: None) -> None:
+    """All but the first piece hides behind products: not behind attention, not without sequence parallelism or overlap."""
+    layout = Layout(tensor_parallel=4, sequence_parallel=True)
+    plain = plan_of(4, layout)
+    fused = plain.changed(fused_kernels=True)
+    all_of_it = seconds_of(plain, LONG)["tensor parallel"]
+    products = ComputeSeconds(1e15, 1e15 - 0.5 * all_of_it)
+    assert seconds_of(fused, IDLE)["tensor parallel"] == seconds_of(fused, LONG)["tensor parallel"] == all_of_it
+    assert seconds_of(fused, ComputeSeconds(1e15, 0.0))["tensor parallel"] == pytest.approx(all_of_it / 4)
+    assert seconds_of(fused, products)["tensor parallel"] == pytest.approx(all_of_it / 2)
+    for other in (layout.changed(overlap=False), layout.changed(sequence_parallel=False)):
+        apart = [seconds_of(plan.changed(layout=other), products)["tensor parallel"] for plan in (plain, fused)]
+        assert apart[0] == apart[1]
+
+
 def test_keys_go_round_while_attention_computes(a_byte_a_second: None) -> None:
     plan = plan_of(4, Layout(context_parallel=4), gradient_accumulation_steps=4)
     ring = 3 * 3 * LAYERS * STATES / 2

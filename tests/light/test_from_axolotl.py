@@ -82,13 +82,15 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"chat_template": "chatml"}, {"chat_template": "chatml"}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}\n"}, {"chat_template": "{{ messages }}\n"}),
         ({"chat_template": "tokenizer_default_fallback_chatml"}, {}),
+        ({"chat_template": "llama3"}, {"chat_template": "llama3"}),
+        ({"datasets": [{"path": "chats.jsonl", "type": "chat_template", "roles_to_train": ["gpt"], "train_on_eos": "turn"}]}, {}),
         ({"datasets": [{"path": "chats.jsonl", "type": "chat_template", "chat_template": "chatml"}]},
          {"chat_template": "chatml"}),
         ({"test_datasets": [{"path": "held-out.jsonl", "type": "chat_template"}]}, {"eval_data": "held-out.jsonl"}),
         ({"special_tokens": {"pad_token": "<pad>", "eos_token": None}, "chat_template": "tokenizer_default"}, {}),
         ({"rl": "dpo", "rl_beta": 0.3, "datasets": [{"path": "p.jsonl", "type": "chat_template.argilla_chat"}]},
-         {"objective": "dpo", "dpo_beta": 0.3, "data": "p.jsonl", "data_format": "preference", "long_rows": None,
-          "loss_on": None}),
+         {"objective": "dpo", "dpo_beta": 0.3, "data": '[{"path": "p.jsonl", "format": "preference", "answer_ends": "eos"}]',
+          "data_format": None, "long_rows": None, "loss_on": None}),
         ({"datasets": [{"path": "json", "data_files": "t.jsonl", "type": "completion", "field": "body"}]},
          {"data": "t.jsonl", "text_column": "body", "data_format": None, "long_rows": None, "loss_on": None}),
         ({"datasets": [{"path": "c.jsonl", "type": "chat_template", "field_messages": "conversations"}]},
@@ -118,6 +120,9 @@ def test_keys_become_the_options_of_the_same_meaning(keys: dict[str, Any], expec
            "message_property_mappings": {"role": "who", "content": "says"}, "roles": {"assistant": ["bot"]}}],
          [{"path": "c", "format": "messages", "columns": {"messages": "turns", "tools": "tools"},
            "message_fields": {"role": "who", "content": "says"}, "roles": {"bot": "assistant"}, "loss_on": "assistant-content"}]),
+        ([{"path": "c", "type": "chat_template", "roles_to_train": ["human", "gpt"], "train_on_eos": "last"}],
+         [{"path": "c", "format": "messages", "loss_on": "assistant-content", "learned_roles": ["user", "assistant"],
+           "learned_ends": "last"}]),
         ([{"path": "q", "type": {"field_instruction": "q", "format": "{instruction}? {input} ", "system_prompt": "Be brief."}}],
          [{"path": "q", "prompt": {
              "instruction": "{q}", "input": "{input}", "output": "{output}", "with_input": "{instruction}? {input} ",
@@ -135,6 +140,24 @@ def test_data_sets_become_options_or_a_description(data_sets: list[Any], expecte
         described = read_description(found["data"])
         assert described is not None and [data_set.path for data_set in described.data_sets] == [e["path"] for e in data_sets]
     assert found["long_rows"] == "drop"
+
+
+def test_tokens_that_end_turns_and_pairs_with_a_prompt_become_descriptions(tmp_path: Path) -> None:
+    chats = [{"path": "c", "type": "chat_template"}, {"path": "d", "type": "chat_template"}]
+    found = json.loads(options(tmp_path, datasets=chats, eot_tokens=["<|eot_id|>"])["data"])
+    assert [entry["turn_ends"] for entry in found] == [["<|eot_id|>"]] * 2
+    pairs = [{"path": "p", "type": "chat_template.default", "field_messages": "talk", "field_chosen": "good"}]
+    found = options(tmp_path, datasets=pairs, rl="dpo")
+    assert found["objective"] == "dpo" and json.loads(found["data"]) == [
+        {"path": "p", "format": "preference", "answer_ends": "eos",
+         "columns": {"messages": "talk", "chosen": "good", "rejected": "rejected"},
+         "message_fields": {"role": "role", "content": "content"}, "roles": {}}
+    ]  # fmt: skip
+    for kind, name in (("chatml.intel", "chatml.intel"), ("llama3", "llama3.default")):
+        found = options(tmp_path, datasets=[{"path": "p", "type": kind}], rl="dpo")
+        assert json.loads(found["data"]) == [{"path": "p", "format": "preference", "template": f"axolotl/{name}"}]
+    texts = options(tmp_path, datasets=[{"path": "p", "type": "passthrough"}], rl="dpo")
+    assert texts["data"] == "p" and texts["data_format"] == "preference"
 
 
 def test_evaluation_data_of_the_same_rows_is_a_path(tmp_path: Path) -> None:
@@ -163,8 +186,9 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"datasets": [{"path": "a", "type": {"format": "x", "formt": "y"}}]}, "datasets.type.formt (unknown; did you mean"),
         ({"datasets": [{"path": "a", "type": {"field_output": "out.put"}}]}, "datasets.type.field_output out.put (rename"),
         ({"datasets": [{"path": "a", "type": "alpaca", "shards": 4}]}, "datasets.shards ("),
-        ({"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"]}]}, "datasets.roles_to_train ("),
-        ({"datasets": [{"path": "a", "type": "chat_template", "train_on_eot": "all"}]}, "datasets.train_on_eot ("),
+        ({"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": []}]}, "datasets.roles_to_train (give a list"),
+        ({"datasets": [{"path": "a", "type": "chat_template", "train_on_eos": "first"}]}, "train_on_eos first (use turn, all"),
+        ({"datasets": [{"path": "a", "type": "chat_template", "train_on_eot": "all"}]}, "datasets.train_on_eot all (give"),
         ({"evals_per_epoch": "often"}, "evals_per_epoch often (add --eval-steps N)"),
         ({"save_steps": "often"}, "save_steps often (add --save-steps N, a number of steps)"),
         ({"lr_scheduler": "rex"}, "lr_scheduler rex ("),
@@ -172,9 +196,16 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"optimizer": "shampoo"}, "optimizer shampoo (use one of adamw_torch_fused"),
         ({"adapter": "lora", "lora_r": 8}, "lora_target_modules (it is missing"),
         ({"load_in_4bit": True}, "load_in_4bit (weights in 4 bits need adapter: qlora)"),
-        ({"rl": "kto"}, "rl kto ("),
+        ({"rl": "kto"}, "rl kto (upshift train has sft, dpo and reward models; train by upshift.trl.KTOTrainer in a script"),
+        (
+            {"rl": "dpo", "datasets": [{"path": "a", "type": "zephyr.nectar"}]},
+            "datasets.type zephyr.nectar (for pairs use chat_t",
+        ),
+        ({"rl": "dpo", "datasets": [{"path": "a", "type": "alpaca"}]}, "datasets.type alpaca (for pairs use chat_template.def"),
+        ({"rl": "simpo"}, "rl simpo (upshift train has sft, dpo and reward models)"),
+        ({"loss_watchdog_threshold": 5.0}, "loss_watchdog_threshold (a run stops by itself"),
         ({"val_set_size": "few"}, "val_set_size few (give a share below 1, or a number)"),
-        ({"chat_template": "llama3"}, "chat_template llama3 (write that template into a file, and add --chat-template FILE"),
+        ({"chat_template": "qwen_25"}, "Axolotl's file qwen_25.jinja with --chat-template FILE, or one of chatml, gemma"),
         ({"chat_template": "jinja"}, "chat_template jinja ("),
         (
             {"chat_template": "chatml", "datasets": [{"path": "a", "type": "chat_template", "chat_template": "llama3"}]},

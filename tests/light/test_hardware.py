@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upshift.debugging.software import examine_chosen_gpus
 from upshift.errors import RequestError
 from upshift.hardware import (
     CPUS,
@@ -907,7 +908,13 @@ def test_nvml_absent_or_without_driver(tmp_path: Path) -> None:
         ("-1", []),
         ("2,0", [2, 0]),
         ("1,9,0", [1]),
-        ("GPU-2f, 1", [2, 1]),
+        ("GPU-2f, GPU-1f", [2, 1]),
+        ("GPU-2f, 1", [2]),  # torch reads either UUIDs or numbers
+        ("1, GPU-2f", [1]),
+        ("1,0,1", []),  # CUDA shows none where one is repeated
+        ("GPU-1f,GPU-1f", []),
+        (" +1 ,2x", [1, 2]),  # as strtoul reads them
+        ("0;1", [0]),
         ("GPU-", []),  # the beginning of several
         ("x", []),
     ],
@@ -916,6 +923,23 @@ def test_visible_devices(visible: str | None, indices: list[int]) -> None:
     nvml = FakeNvml(*[(H100, index * GIB) for index in range(3)])
     found, _ = find_gpus(nvml, visible)
     assert [gpu.free_memory_bytes for gpu in found] == [index * GIB for index in indices]
+
+
+@pytest.mark.parametrize("visible", ["7", "all", "[0]", "cuda:0", "0,0", "GPU-9"])
+def test_a_value_that_shows_no_gpu_by_mistake_is_refused(visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a word a model would train on the CPU."""
+    host = detect(tmp_path, nvml=FakeNvml((H100, GIB), (H100, GIB)), visible_devices=visible)
+    monkeypatch.setattr(planner, "detect", lambda: host)
+    words = f"CUDA_VISIBLE_DEVICES={visible!r} shows no GPU, and this machine has 2; set it to different numbers from 0 to 1"
+    with pytest.raises(RequestError, match=re.escape(words)):
+        planner.find_host(None)
+    (finding,) = examine_chosen_gpus(host.origin["gpu"])
+    assert finding.severity == "error" and finding.what in words
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles", "none"])
+def test_a_value_that_hides_all_gpus_leaves_the_cpu(hidden: str, tmp_path: Path) -> None:
+    torch_build.check_torch_uses_gpus(detect(tmp_path, nvml=FakeNvml((H100, GIB)), visible_devices=hidden))
 
 
 @pytest.mark.parametrize("name", ["h100", "4090", "l4", "mi300x", "t4"])

@@ -253,6 +253,22 @@ def test_little_s_law() -> None:
         assert inside == pytest.approx(candidate.plan.max_concurrency, rel=0.5)
 
 
+@pytest.mark.parametrize("host", ["h100", "8xh100", "mi300x"])
+def test_more_requests_at_once_must_be_worth_the_wait(host: str) -> None:
+    """The first plan answers soonest of those within 2 % that differ in their requests alone."""
+    planning = plan_profile(LLAMA_8B, describe(host), ASK)
+    best, *others = planning.ranking.candidates
+    fastest = max(planning.ranking.candidates, key=lambda candidate: candidate.tokens_per_second)
+    assert best.plan.max_concurrency < fastest.plan.max_concurrency
+    for other in others:
+        same = other.plan.changed(max_concurrency=1, prefill_chunk_tokens=1) == best.plan.changed(
+            max_concurrency=1, prefill_chunk_tokens=1
+        )
+        if same and other.tokens_per_second > 0.98 * fastest.tokens_per_second:
+            assert (other.service.tpot or 0.0) >= (best.service.tpot or 0.0)
+    assert planning.preference is not None and "answers sooner" in planning.preference
+
+
 def test_a_latency_limit_costs_throughput() -> None:
     free = plan_profile(LLAMA_8B, describe("h100"), ASK).best
     bound = plan_profile(LLAMA_8B, describe("h100"), ASK.changed(max_tpot_ms=12.0)).best

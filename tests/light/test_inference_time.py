@@ -20,6 +20,7 @@ from upshift.planning.inference.memory import (
     decode_attention_flops,
     mean_read_bytes,
     mean_visible,
+    products_of,
     prompt_attention_flops,
     replica_memory,
     weight_bytes,
@@ -490,6 +491,29 @@ def test_formats_of_weights() -> None:
     }  # fmt: skip
     assert [name for name, stored in WEIGHTS.items() if stored.grouped] == ["int4"]
     assert isinstance(WEIGHTS["int4"], WeightFormat)
+
+
+def test_more_general_units_unpack_weights_faster() -> None:
+    """Up to the rate of plain weights, less some. An A100 has the share that was measured on it."""
+
+    def seconds(name: str, weights: Any) -> float:
+        shape = ReplicaShape(weights, "bf16", 1, 1, "graphs")
+        engine = build_engine(describe(name), LLAMA_8B, WORKLOAD.changed(prompt_length=16, output_length=16), shape)
+        assert engine is not None
+        return sum(cost.weight_seconds for cost in engine.costs)
+
+    def bytes_per_second(name: str, weights: Any) -> float:
+        stored = sum(item.stored_bytes(WEIGHTS[weights], 128) for item in products_of(LLAMA_8B))
+        return stored / seconds(name, weights)
+
+    shares = {
+        name: [bytes_per_second(name, weights) / bytes_per_second(name, "bf16") for weights in ("int8", "int4")]
+        for name in ("a100-80gb", "h100", "rtx-3090", "l40s")
+    }
+    assert shares["a100-80gb"] == pytest.approx([0.75, 0.59], rel=1e-3)
+    assert shares["rtx-3090"] == pytest.approx([0.85, 0.85]) == shares["l40s"]
+    assert 0.85 > shares["h100"][0] > shares["h100"][1] > 0.59  # its units and its bandwidth grew alike
+    assert bytes_per_second("h100", "fp8") == pytest.approx(bytes_per_second("h100", "bf16"))  # which no unit unpacks
 
 
 @pytest.mark.parametrize(

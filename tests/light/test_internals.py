@@ -19,13 +19,14 @@ from upshift.internals import (
     peft_names,
     torch_names,
     transformers_names,
+    trl_names,
     uvicorn_names,
 )
 from upshift.internals.lookup import Internal, Mark
 
 FILES = {
     "jax": jax_names, "openvino": openvino_names, "optuna": optuna_names, "peft": peft_names, "torch": torch_names,
-    "transformers": transformers_names, "uvicorn": uvicorn_names,
+    "transformers": transformers_names, "trl": trl_names, "uvicorn": uvicorn_names,
 }  # fmt: skip
 # Modules that a library's own pages document, though not all that is in them; from no others is anything imported elsewhere.
 DOCUMENTED = {

@@ -20,7 +20,7 @@ ERRORS = {"RequestError", "NothingFits", "JobFailed", "MissingExtra"}
 REACHED_BY = {  # folder: the commands that call what is in it; each has the options that its messages name
     "training/data": ("train", "tune", "plan", "data to-tfrecord"),
 }
-OTHERS = {"--nproc-per-node"}  # torchrun's
+OTHERS = {"--nproc-per-node", "--gpus-per-task"}  # torchrun's and srun's
 # What a command does not reach: --objective is of those that train, and the one message without it names upshift train. Plans
 # hold nothing out.
 NOT_REACHED = {"data to-tfrecord": {"--objective"}, "plan": {"--eval-size"}}

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from upshift.planning.analysis import tpu_programs
 from upshift.planning.trials.store import remove_plan
 from upshift.record import Spread
 
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="an engine's file imports torch, which is not installed")
 SETUP = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)
 ANSWERED = Run(setup=SETUP, seconds=Spread.of([0.5]), per_second=2.0, largest_difference=0.0, worst_cosine=1.0)
 
@@ -110,6 +112,7 @@ def race_in(
     return race_module.race(contest, describe("epyc-7763"), [[1, 2]], policy, forecast=lambda: lambda setup: 1.0)
 
 
+@NEEDS_TORCH
 @pytest.mark.parametrize("content", ["", '{"runs": [', json.dumps({"runs": [], "of_another_version": 1})])
 def test_a_race_file_that_cannot_be_read_is_replaced(
     tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -125,6 +128,7 @@ def test_a_race_file_that_cannot_be_read_is_replaced(
     assert race_in(tmp_path, monkeypatch).recalled and not other.exists()
 
 
+@NEEDS_TORCH
 def test_a_message_names_only_an_engine_that_the_user_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="^no setup is within --quality exact .*allow less, or delete") as refused:
         race_in(tmp_path, monkeypatch, difference=1.0)

@@ -158,3 +158,5 @@ def test_ranks_that_see_different_gpus_of_a_machine_are_refused() -> None:
         check_equal_gpus([see("a 1 2", 0), see("b 1 2", 2), see("a 1 2", 1, gpu=l40s)])
     with pytest.raises(RequestError, match=r"pcie_width: 16 and 8\); start ranks on GPUs of one kind"):
         check_equal_gpus([see("a", 0), see("a", 1, gpu=H100.changed(pcie_width=8))])
+    with pytest.raises(RequestError, match="rank 2 on b sees no GPU, and other ranks there do"):
+        check_equal_gpus([see("a", 0), see("b 1 2", 1), see("b 1 2")])

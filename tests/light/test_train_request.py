@@ -11,7 +11,7 @@ from upshift.cli.profile import read_train_command
 from upshift.cli.train import request_of
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
-from upshift.training.data.data_options import CHATML
+from upshift.training.data.rows.chat_templates import CHATML
 
 OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
 # Every option of upshift train that the request carries, with a value that is not its default, and where it goes.

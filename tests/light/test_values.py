@@ -40,7 +40,7 @@ from pathlib import Path
 class Refused(ImportError): pass
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "tensorflow"):
+        if name.split(".")[0] in ("torch", "transformers", "tensorflow", "peft"):
             raise Refused(name)
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])

@@ -14,10 +14,11 @@ from upshift.settings import read_settings
 
 def measured(host: Host, *, budget_seconds: float) -> Host:
     assert host.gpu is not None and host.cpu is not None
+    unlisted = Rates(fp32=1e13, fp32_medium=5e13, bf16=1e14, fp16=1e14, memory_bytes_per_second=1e12)  # such as a MIG instance
     cpu = Rates(fp32=1e11, fp32_medium=1e11, bf16=1e11, fp16=1e10, memory_bytes_per_second=1e10)
     return with_measured(host, Measured(
         torch_version=version("torch"), transformers_version=version("transformers"), num_threads=host.cpu.usable_cores,
-        cpu=cpu, gpu=host.gpu.peak.changed(fp8=None, int8=None) if host.gpu.peak else None, dispatch_seconds=4e-6,
+        cpu=cpu, gpu=(host.gpu.peak or unlisted).changed(fp8=None, int8=None), dispatch_seconds=4e-6,
         gpu_dispatch_seconds=5e-6, host_to_device_bytes_per_second=2e10, first_touch_seconds_per_byte=2e-10,
         base_resident_bytes=4 * 10**8, compiler=False, gpu_compiler=False, probe_seconds=1.0, core_share=1.0,
     ))  # fmt: skip

@@ -5,6 +5,7 @@ Speeds mean nothing here; results, memory, devices, forks and words do.
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
@@ -12,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
+import functions_that_ran
 import pytest
 from pretended_gpus import Run
 
@@ -249,3 +251,26 @@ def test_importing_a_worker_does_not_start_cuda(on_gpus: Run, tmp_path: Path) ->
     (tmp_path / "answers.py").write_text(ANSWERS)
     done = on_gpus("2x4090", "-c", ASK)
     assert done.stdout.count("forked True, lost CUDA False, same answers True") == 2, done.stdout + done.stderr
+
+
+def test_each_reason_is_of_a_function_and_names_tests_that_exist() -> None:
+    """functions_that_ran.py compares the list with what ran. This needs no run."""
+    reasons = functions_that_ran.reasons()
+    assert reasons
+    for name, reason in reasons.items():
+        path, _, function = name.partition(":")
+        tree = ast.parse((ROOT / "src" / "upshift" / path).read_text(encoding="utf-8"))
+        assert function in dict(functions_that_ran.record_functions.functions(tree)), name
+        for test in re.findall(r"tests/\S+\.py", reason):
+            assert (ROOT / test).is_file(), f"{name}: {test}"
+
+
+def test_a_record_says_which_functions_ran_and_which_side(on_gpus: Run, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    code = "from upshift.hardware.detect import detect; detect()"
+    done = on_gpus("h100", "-c", code, FUNCTIONS_THAT_RAN=str(record))
+    assert done.returncode == 0, done.stderr
+    ran = record.read_text().splitlines()
+    assert len(ran) == len(set(ran)) and {"hardware/detect.py:detect", "hardware/nvml.py:find_gpus"} <= set(ran)
+    assert "hardware/nvml.py:read_gpus" not in ran
+    assert any(re.fullmatch(r"hardware/nvml.py:find_gpus:\d+ False", line) for line in ran)  # there is an NVML

@@ -88,8 +88,9 @@ def shard_command(
     from upshift.loading.placement.memory_limits import read_size
     from upshift.loading.rewrite.rewrite import shard
 
+    max_shard_bytes = read_size(max_shard_size, option="--max-shard-size")
     with byte_bar(model) as update:
-        written = shard(model, output, max_shard_bytes=read_size(max_shard_size), progress=update)
+        written = shard(model, output, max_shard_bytes=max_shard_bytes, progress=update)
     print_summary(written, as_json=as_json)
 
 

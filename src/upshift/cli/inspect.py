@@ -28,6 +28,7 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")  # a layer's index in a module's name
 def show_placement(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
+    limits = read_max_memory(max_memory)  # before torch is imported and a model is fetched
     from upshift.loading.load import build_empty_with_files, place_empty
     from upshift.loading.placement.apply import PlacementOptions
     from upshift.models.sequence_length import sequence_length_of
@@ -36,7 +37,7 @@ def show_placement(
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
     empty, checkpoint = build_empty_with_files(source, dtype)
-    request = PlacementOptions("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    request = PlacementOptions("auto", limits, batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
         placement = place_empty(empty, checkpoint, request)
     if as_json:

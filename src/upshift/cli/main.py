@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,8 +33,9 @@ from upshift.cli.progress import progress_lines
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
 from upshift.cli.usage.messages import MissingValue
 from upshift.disk_full import FREE_SOME, disk_full_message
-from upshift.errors import JobFailed, RequestError, UpshiftError
+from upshift.errors import JobFailed, MissingExtra, RequestError, UpshiftError
 from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
+from upshift.versions import extra_with
 
 INTERRUPTED = 130
 
@@ -149,6 +150,20 @@ def _shows_progress() -> bool:
     return ranks is None or ranks.rank == 0
 
 
+def _run(title: str) -> Any:
+    """Run the command and return its exit code. Raise MissingExtra for a library of Upshift that is not installed.
+
+    Commands import large libraries where they need them, so any place may be the first to miss one."""
+    try:
+        return app(standalone_mode=False)
+    except ModuleNotFoundError as error:
+        found = extra_with(error.name or "")
+        if found is None:
+            raise
+        library, extra = found
+        raise MissingExtra(library=library, extra=extra, purpose=title) from error
+
+
 def main() -> None:
     """Run the command, print errors in one line each, and exit."""
     quiet_libraries()
@@ -156,7 +171,7 @@ def main() -> None:
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:
         with progress_lines(title, tables.err, is_enabled=_shows_progress()):
-            code = app(standalone_mode=False)
+            code = _run(title)
     except UpshiftError as error:
         if isinstance(error, MissingValue) and error.page:
             typer.echo(error.page, err=True)

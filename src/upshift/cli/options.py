@@ -355,7 +355,8 @@ ChatTemplateOption = Annotated[
     str | None,
     option(
         "--chat-template", panel=Panel.ROWS, metavar="FILE", default="the model's own",
-        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or chatml, or its text.",
+        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or its text; or chatml, "
+        "gemma, llama3 or phi_35.",
     ),
 ]  # fmt: skip
 SplitOption = Annotated[

@@ -14,6 +14,7 @@ from upshift.training.loop.events import EARLY_STOPPING
 from upshift.units import GIB, format_bytes, format_seconds
 
 MAX_TITLE = 90  # characters of a trial's title
+WIDE = 110  # characters of a terminal where all numbers of a step fit beside a long bar, and the time that passed
 
 
 class RunDisplay:
@@ -22,16 +23,20 @@ class RunDisplay:
     ``quiet``: print nothing on a terminal. ``title``: a line printed at the start."""
 
     def __init__(self, *, quiet: bool = False, title: str | None = None) -> None:
-        from rich.progress import BarColumn, Progress, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, TimeElapsedColumn
+        from rich.table import Column
 
         self.quiet = quiet
         self.title = title
-        columns = (
-            tables.text_column("{task.description}"),
-            BarColumn(bar_width=24),
+        self._is_wide = not tables.err.is_terminal or tables.err.width >= WIDE
+        self._description = Column(no_wrap=True)
+        columns: list[ProgressColumn] = [
+            tables.text_column("{task.description}", self._description),
+            BarColumn(bar_width=24 if self._is_wide else 10),
             tables.text_column("{task.fields[text]}"),
-            TimeElapsedColumn(),
-        )
+        ]
+        if self._is_wide:
+            columns.append(TimeElapsedColumn())
         self.progress = Progress(*columns, console=tables.err, transient=True, disable=quiet)
         self._tasks: dict[str, Any] = {}
         self.predicted_bytes: float | None = None
@@ -78,6 +83,7 @@ class RunDisplay:
 
     def _show(self, title: str, done: float | None, total: float | None, *, text: str = "", key: str | None = None) -> None:
         """Update the bar of a stage and hide the bars of the stages before it. ``key``: the stage, if its title changes."""
+        self._description.min_width = None if key is None else len(title)  # the number of a step is never cut
         name = key or title
         if name not in self._tasks:
             for task in self._tasks.values():
@@ -141,11 +147,11 @@ class RunDisplay:
 
     def _show_step(self, event: Any, name: str) -> None:
         memory = format_bytes(event.resident_bytes)
-        if self.predicted_bytes:
+        if self.predicted_bytes and self._is_wide:
             memory += f" of {format_bytes(self.predicted_bytes)} predicted"
         speed = f"{event.tokens_per_second:,.0f} {event.unit}/s"
         rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
-        text = f"loss {event.loss:.3f}{rewards} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
+        text = f"loss {event.loss:.3f}{rewards} · {speed} · {format_seconds(event.seconds_left)} left · {memory}"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         if event.logged_loss is not None:
             norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"

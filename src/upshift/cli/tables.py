@@ -14,7 +14,7 @@ from typing import IO, Any
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from upshift.cli.progress import activity
@@ -41,9 +41,9 @@ out = new_console()
 err = new_console(stderr=True)
 
 
-def text_column(template: str) -> TextColumn:
-    """Return a column of a progress bar that shows its text as it is, as the consoles do."""
-    return TextColumn(template, markup=False)
+def text_column(template: str, column: Column | None = None) -> TextColumn:
+    """Return a column of a progress bar that shows its text as it is, as the consoles do. ``column``: its place in the table."""
+    return TextColumn(template, markup=False, table_column=column)
 
 
 def print_detail(name: str, text: str) -> None:

@@ -17,6 +17,7 @@ from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     LIBRARIES,
     examine_allocators,
+    examine_chosen_gpus,
     examine_compilers,
     examine_cuda,
     examine_extras,
@@ -103,6 +104,7 @@ def _machine(host: Host, output: Path, probe_bytes: int, needed_bytes: float | N
 def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
     variables = read_library_variables()
     built, is_known = torch_cuda()
+    yield from with_failure("GPUs", examine_chosen_gpus(host.origin["gpu"]))
     yield from with_failure("libraries", examine_requirements())
     yield from with_failure("CUDA", examine_cuda(gpus, built, is_known, variables))
     compilers = find_compilers(variables, shutil.which, _ask)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from upshift.debugging.finding import Finding, error, hint, ok, warning
-from upshift.hardware.nvml import Gpus
+from upshift.hardware.nvml import WRONG_CHOICE, Gpus, hides_all_gpus
 from upshift.hardware.torch_build import DRIVERS, lacks_cuda, needs_newer_driver
 from upshift.versions import install_command, installed_version, installed_versions, requirements_of
 
@@ -195,7 +195,7 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
             fix=f"sudo apt install {package}, or newer; or install a torch for CUDA {gpus.driver_cuda[0]}",
         )
     hidden = variables.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not hidden.strip("- 1") and hidden.strip() in ("", "-1"):
+    if hidden is not None and hides_all_gpus(hidden):
         yield warning(
             "CUDA_VISIBLE_DEVICES",
             what=f"is {hidden!r}: no GPU is seen",
@@ -219,6 +219,13 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
             evidence=f"compute capabilities {', '.join(needed)}",
             fix=f'export TORCH_CUDA_ARCH_LIST="{";".join(needed)}"',
         )
+
+
+def examine_chosen_gpus(origin: str) -> Iterator[Finding]:
+    """Find a value of CUDA_VISIBLE_DEVICES that shows no GPU by mistake. ``origin``: where the host's GPUs come from."""
+    if origin.startswith(WRONG_CHOICE):
+        problem, _, fix = origin.partition("; ")
+        yield error("GPUs", what=problem, evidence="environment, against NVML", fix=fix)
 
 
 def _is_built_for(arch_list: str, capability: tuple[int, int]) -> bool:

@@ -1,7 +1,13 @@
 """Describe this machine, or a machine to rent. Nothing here needs torch, except `upshift.hardware.probe`: import it by name."""
 
 from upshift.hardware.catalog.cpus import CPUS
-from upshift.hardware.catalog.efficiency import collective, gemm_efficiency, memory_efficiency
+from upshift.hardware.catalog.efficiency import (
+    AttentionKernel,
+    attention_efficiency,
+    collective,
+    gemm_efficiency,
+    memory_efficiency,
+)
 from upshift.hardware.catalog.interconnect import PORTS
 from upshift.hardware.catalog.lookup import GPUS, describe
 from upshift.hardware.catalog.row import CpuFacts, GpuFacts
@@ -12,6 +18,7 @@ __all__ = [
     "CPUS",
     "GPUS",
     "PORTS",
+    "AttentionKernel",
     "Cpu",
     "CpuFacts",
     "Gpu",
@@ -22,6 +29,7 @@ __all__ = [
     "Measured",
     "Precision",
     "Rates",
+    "attention_efficiency",
     "collective",
     "describe",
     "detect",

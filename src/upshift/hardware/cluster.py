@@ -95,10 +95,16 @@ def with_gpus_of_all_ranks(host: Host, gpus_of_ranks: Sequence[VisibleGpus]) -> 
 
 
 def check_equal_gpus(gpus_of_ranks: Sequence[VisibleGpus]) -> None:
-    """Raise RequestError if the ranks of a machine see GPUs of different products."""
+    """Raise RequestError if the ranks of a machine see GPUs of different products, or if some of them see none."""
     gpus_of_machines: dict[str, list[Gpu]] = {}
     for visible in gpus_of_ranks:
         gpus_of_machines.setdefault(visible.machine, []).extend(visible.gpus.values())
+    for rank, visible in enumerate(gpus_of_ranks):
+        if gpus_of_machines[visible.machine] and not visible.gpus:
+            raise RequestError(
+                f"rank {rank} on {visible.machine.split()[0]} sees no GPU, and other ranks there do; give each rank one, as with "
+                "srun --gpus-per-task=1, or leave CUDA_VISIBLE_DEVICES the same for all"
+            )
     for machine, gpus in gpus_of_machines.items():
         identities = [gpu.identity() for gpu in gpus]
         different = next((name for name in Gpu.model_fields if len({str(fields.get(name)) for fields in identities}) > 1), None)

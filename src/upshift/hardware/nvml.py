@@ -31,7 +31,11 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
     except nvml.NVMLError as error:
         return (), f"none: NVML says {error}"
     try:
-        return tuple(_gpu(nvml, handle) for handle in usable_handles(nvml, visible_devices)), "NVML"
+        handles = usable_handles(nvml, visible_devices)
+        if not handles and visible_devices is not None and not hides_all_gpus(visible_devices):
+            num_gpus = len(usable_handles(nvml, None))
+            return (), describe_wrong_choice(visible_devices, num_gpus) if num_gpus else "NVML"
+        return tuple(_gpu(nvml, handle) for handle in handles), "NVML"
     except nvml.NVMLError as error:
         return (), f"none: NVML says {error}"
     finally:
@@ -87,24 +91,52 @@ def _handles(nvml: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _select(nvml: Any, gpus: Sequence[Any], instances: Sequence[Any], visible_devices: str) -> list[Any]:
-    """Return the handles that CUDA_VISIBLE_DEVICES selects, as in the CUDA C Programming Guide and the MIG User Guide.
+    """Return the handles that CUDA_VISIBLE_DEVICES selects, as torch reads it (torch.cuda._parse_visible_devices).
 
-    Entries are indices, or the beginnings of UUIDs. A wrong entry ends the list. A process can use one MIG instance and no other
-    device besides.
+    Entries are numbers, or the beginnings of UUIDs if the first one is. CUDA ignores what follows a number. A wrong entry ends
+    the list, and a repeated one empties it. A process can use one MIG instance and no other device besides.
     """
-    numbered = gpus or instances[:1]
     selected = list[Any]()
-    for entry in (part.strip() for part in visible_devices.split(",")):
-        if entry.isdigit() and int(entry) < len(numbered):
-            selected.append(numbered[int(entry)])
-            continue
-        named = [h for h in (*gpus, *instances) if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
-        if len(named) != 1:
+    is_by_uuid = visible_devices.startswith(("GPU-", "MIG-"))
+    for entry in visible_devices.split(","):
+        handle = _by_uuid(nvml, [*gpus, *instances], entry.strip()) if is_by_uuid else _by_number(gpus or instances[:1], entry)
+        if handle is None:
             break
-        if named[0] in instances:
-            return selected or named
-        selected += named
+        if handle in selected:
+            return []
+        if handle in instances:
+            return selected or [handle]
+        selected.append(handle)
     return selected
+
+
+def _by_uuid(nvml: Any, handles: Sequence[Any], entry: str) -> Any:
+    """Return the one handle whose UUID begins with the entry, or None."""
+    named = [handle for handle in handles if entry.startswith(("GPU-", "MIG-")) and _uuid(nvml, handle).startswith(entry)]
+    return named[0] if len(named) == 1 else None
+
+
+def _by_number(handles: Sequence[Any], entry: str) -> Any:
+    """Return the handle whose number begins the entry, or None."""
+    number = re.match(r"\s*\+?([0-9]+)", entry)
+    return handles[int(number[1])] if number is not None and int(number[1]) < len(handles) else None
+
+
+def hides_all_gpus(visible_devices: str) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose. Slurm sets NoDevFiles for a job that asked for no GPU."""
+    return visible_devices.strip().lower() in ("", "-1", "none", "void", "nodevfiles")
+
+
+WRONG_CHOICE = "CUDA_VISIBLE_DEVICES="
+
+
+def describe_wrong_choice(visible_devices: str, num_gpus: int) -> str:
+    """Return what is wrong with a value that names no GPU of this machine, and what to set."""
+    numbers = f"different numbers from 0 to {num_gpus - 1}, such as 0,1," if num_gpus > 1 else "0,"
+    return (
+        f"{WRONG_CHOICE}{visible_devices!r} shows no GPU, and this machine has {num_gpus}; set it to {numbers} to the beginnings "
+        "of UUIDs (nvidia-smi -L), or to nothing for the CPU"
+    )
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:

@@ -8,7 +8,7 @@ from typing import Any
 
 from upshift.errors import MissingInternal, RequestError
 from upshift.hardware.detect import find_nvml
-from upshift.hardware.nvml import newest_cuda
+from upshift.hardware.nvml import WRONG_CHOICE, newest_cuda
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import ARCHITECTURES
 from upshift.versions import torch_cuda
@@ -19,7 +19,12 @@ DRIVERS = {12: "525", 13: "580"}
 
 
 def check_torch_uses_gpus(host: Host) -> None:
-    """Raise RequestError if the installed torch cannot use the GPUs of this machine, which ``host`` describes."""
+    """Raise RequestError if the installed torch cannot use the GPUs of this machine, which ``host`` describes.
+
+    Raise it too if CUDA_VISIBLE_DEVICES names none of them by mistake.
+    """
+    if host.origin.get("gpu", "").startswith(WRONG_CHOICE):
+        raise RequestError(host.origin["gpu"])
     if host.device != "cuda":
         return
     built, is_known = torch_cuda()

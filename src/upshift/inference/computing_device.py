@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.errors import NothingFits
+from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
@@ -15,15 +15,22 @@ from upshift.units import format_bytes
 def computing_host(stored: EngineName | None = None) -> Host:
     """Return this machine with the device that runs models: one GPU if torch uses it, or else the CPU.
 
-    ``stored`` is the only engine that loads the weights. Other engines than torch use the CPU."""
+    ``stored`` is the only engine that loads the weights. Other engines than torch use the CPU. Raise RequestError if torch should
+    use a GPU and cannot."""
     import torch
 
     host = detect()
-    if host.device == "cuda" and stored in (None, "torch"):
-        check_torch_uses_gpus(host)
-        if torch.cuda.is_available():
-            return host.one_device()
-    return host.cpu_alone()
+    if stored not in (None, "torch"):
+        return host.cpu_alone()
+    check_torch_uses_gpus(host)
+    if host.device != "cuda":
+        return host.cpu_alone()
+    if not torch.cuda.is_available():
+        raise RequestError(
+            "this machine has a GPU, and torch cannot start CUDA on it; upshift doctor looks for the reason; or leave the GPU "
+            "out: set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return host.one_device()
 
 
 def free_memory(host: Host) -> int | None:

@@ -106,7 +106,8 @@ class Launch(HostJob):
 
     def _check_hosts(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise RequestError(f"--nodes {self.min_nodes}:{self.max_nodes} is no range; give N, or MIN:MAX with 1 <= MIN <= MAX")
+            given = str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+            raise RequestError(f"--nodes {given} is no range; give N, or MIN:MAX with 1 <= MIN <= MAX")
         repeated = [host for host in self.hosts if self.hosts.count(host) > 1]
         if repeated or "" in self.hosts:
             problem = f"names {repeated[0]} twice" if repeated else "has an empty name"

@@ -5,6 +5,7 @@ The explanation (the autopsy) has the predicted and the measured bytes of each p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +26,14 @@ from upshift.units import GIB, format_bytes, gib
 from upshift.value import Value
 
 FEW_TOKENS = 8
-# Messages of RuntimeErrors for which torch has no type.
-OOM_MESSAGES = (
-    "DefaultCPUAllocator: can't allocate memory",  # c10/core/CPUAllocator.cpp
-    "CUDA error: out of memory",  # from the driver, for a context, a graph or pinned memory
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "HIP error: out of memory",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",
-    "Cuda failure 'out of memory'",  # from NCCL, by version
+# Messages of RuntimeErrors for which torch has no type, of CUDA and its libraries and of their AMD twins.
+OOM_MESSAGES = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory"  # c10/core/CPUAllocator.cpp
+    r"|(CUDA|HIP)( driver)? error: out of memory"  # for a context, a graph, pinned memory or an expandable segment
+    r"|Triton Error \[(CUDA|HIP)\]: out of memory"  # as a compiled kernel is loaded
+    r"|\b(CU|HIP|ROC)[A-Z]+(_STATUS)?(_INTERNAL_ERROR_(HOST|DEVICE))?_ALLOC(ATION)?_FAILED"  # cuBLAS, cuFFT, cuDNN 8 and 9, ...
+    r"|(Cuda|HIP) failure (2 )?'out of memory'"  # from NCCL and RCCL, by version
+    r"|NVML_SUCCESS == "  # torch asks NVML only for the message about a lack of memory; in a MIG instance NVML may refuse
 )
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -50,7 +48,7 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     while cause is not None:
         if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
             return cause
-        if isinstance(cause, RuntimeError) and any(message in str(cause) for message in OOM_MESSAGES):
+        if isinstance(cause, RuntimeError) and OOM_MESSAGES.search(str(cause)):
             return cause
         cause = cause.__cause__
     return None

@@ -52,7 +52,6 @@ from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial_weights
 from upshift.training.preference_loss import PreferenceLoss
-from upshift.training.process_group import rank_environment
 from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
@@ -198,13 +197,14 @@ def in_memory_bytes(model: nn.Module, *others: object) -> int:
 
 
 def configure_process(plan: Plan) -> None:
-    """Set the choices that belong to the whole process. Call it before tensors exist."""
+    """Set the choices that belong to the whole process. Call it before tensors exist.
+
+    What starts the ranks has chosen the GPU of each: a launcher's local rank may be another number than its rank.
+    """
     if plan.host_memory == "keep":
         keep_freed_memory()
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads_per_process)
-    elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
-        torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
     matmul_precision = "highest"
     if plan.precision == "tf32":
         matmul_precision = "high" if plan.device == "cuda" else "medium"

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from upshift import parent_process
@@ -126,6 +127,8 @@ def _run_rank_and_exit(own_rank: AssignedRank, plan: Plan, work: Callable[[Reque
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    if plan.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     with join_group(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
         return work(request)
 
@@ -158,7 +161,12 @@ def join_group(plan: Plan, rank: int, *, init_method: str | None = None, store: 
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage."""
+    """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage.
+
+    NCCL has the same type of error for memory that runs out in this rank.
+    """
+    if find_out_of_memory(error) is not None:
+        return False
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistBackendError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause)):

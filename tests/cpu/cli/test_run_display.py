@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from rich.console import Console
 from test_progress import Clock, clock  # noqa: F401
 
-from upshift.cli import progress
+from upshift.cli import progress, tables
 from upshift.cli.run_display import RunDisplay
 from upshift.training.loop.events import Started, StepDone
 
@@ -18,6 +21,13 @@ PHASES: list[tuple[str, Callable[[Any], None]]] = [
     ("Tracing the model", lambda watcher: watcher.tracing(1, 3)),
     ("Trial plain", lambda watcher: watcher.trying(SimpleNamespace(label=lambda: "plain"))),
 ]
+
+
+def step_done(step: int, max_steps: int, *, tokens_per_second: float) -> StepDone:
+    return StepDone(
+        step=step, max_steps=max_steps, tokens=70, loss=2.125, learning_rate=1.0, gradient_norm=None,
+        tokens_per_second=tokens_per_second, seconds_left=95.0, resident_bytes=2**30,
+    )  # fmt: skip
 
 
 def test_the_steps_of_a_run(clock: Clock) -> None:  # noqa: F811
@@ -35,14 +45,25 @@ def test_the_steps_of_a_run(clock: Clock) -> None:  # noqa: F811
             watcher.event(Started(0, 100, 0, 10, "plain", None))
             writer.write_line()
             assert told[-1].startswith("The first step")
-            watcher.event(
-                StepDone(
-                    step=7, max_steps=100, tokens=70, loss=2.125, learning_rate=1.0, gradient_norm=None,
-                    tokens_per_second=1606.0, seconds_left=95.0, resident_bytes=2**30,
-                )
-            )  # fmt: skip
+            watcher.event(step_done(7, 100, tokens_per_second=1606.0))
             writer.write_line()
             for words in ("Step 7/100", "loss 2.125", "1,606 tokens/s", "1 min 35 s left"):
                 assert words in told[-1]
     finally:
         progress._writers.clear()
+
+
+@pytest.mark.parametrize(("width", "shows_prediction"), [(80, False), (120, True)])
+def test_no_number_of_a_step_is_cut(width: int, shows_prediction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the terminal of a notebook, which has 80 columns."""
+    screen = StringIO()
+    monkeypatch.setattr(tables, "err", Console(file=screen, width=width, force_terminal=True))
+    with RunDisplay() as display:
+        display.predicted_bytes = 2.5 * 2**30
+        display.watcher.event(step_done(1234, 2000, tokens_per_second=17256.0))
+        display.progress.refresh()
+    text = screen.getvalue()
+    for words in ("Step 1234/2000", "loss 2.125", "17,256 tokens/s", "1 min 35 s left", "1.00 GiB"):
+        assert words in text
+    assert "…" not in text
+    assert ("2.50 GiB predicted" in text) is shows_prediction

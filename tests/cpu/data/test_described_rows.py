@@ -179,6 +179,35 @@ def test_a_pair_with_its_question_elsewhere_is_two_chats(tmp_path: Path, caplog:
 ANSWERS = {"chosen": "b", "rejected": "c"}
 
 
+@pytest.mark.parametrize("question", ["question", "instruction"])
+def test_a_pair_of_texts_is_written_as_axolotls_type_writes_it(question: str, tmp_path: Path) -> None:
+    template = "axolotl/chatml.intel" if question == "question" else "axolotl/llama3.default"
+    start, end = ("<|im_start|>{}\n", "<|im_end|>\n")
+    if question == "instruction":
+        start, end = ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>")
+    rows = [
+        {question: "Go {where}?", "chosen": "North", "rejected": "No", "system": system, "n": 3} for system in ("Be brief.", None)
+    ]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    found = encode([{"path": path, "format": "preference", "template": template}], objective="dpo")
+    expected = []
+    for system in (f"{start.format('system')}Be brief.{end}", ""):
+        prompt = f"{BOS}{system}{start.format('user')}Go {{where}}?{end}{start.format('assistant')}"
+        expected += [tokens(prompt, (answer + end.strip(),), EOS) for answer in ("North", "No")]
+    assert found == expected
+
+
+def test_answers_of_pairs_end_with_eos_in_place_of_the_templates_white_space(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Where?"}], "chosen": "North", "rejected": "No"}]
+    columns = {"columns": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"}}
+    data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "format": "preference", **columns}
+    prompt = f"{BOS}<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+    plain = encode([data_set], objective="dpo")
+    assert plain == [tokens(prompt, (f"{answer}<|im_end|>\n",)) for answer in ("North", "No")]
+    ended = encode([data_set | {"answer_ends": "eos"}], objective="dpo")
+    assert ended == [tokens(prompt, (f"{answer}<|im_end|>",), EOS) for answer in ("North", "No")]
+
+
 def test_thoughts_are_added_or_removed(tmp_path: Path) -> None:
     rows = [{"instruction": "Go", "output": "North"}, {"instruction": "Go", "output": "<think>\nhm\n</think>\n\nNorth"}]
     data_set = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "template": "llama-factory/seed_oss"}
@@ -212,6 +241,28 @@ def test_contents_are_learned_with_eos_where_the_template_writes_it(loss_on: str
     tokenized = tokenize(corpus.documents, tokenizer, loss_on=loss_on)  # type: ignore[arg-type]
     question: tuple[Any, ...] = (("Hi",), EOS) if loss_on == "content" else ("Hi</s>",)
     ids, labels = tokens("<|im_start|>user\n", *question, "\n<|im_start|>assistant\n", ("Ho",), EOS, "\n")
+    assert tokenized.tokens.tolist() == ids and tokenized.labels is not None
+    assert tokenized.labels.tolist() == labels
+
+
+ROLES_AND_ENDS: dict[str, tuple[dict[str, Any], list[Any]]] = {  # keys, and the parts of the row from the first content on
+    "user": ({"learned_roles": ["user"]}, [("Hi",), EOS, "!\n", "Ho</s>!\n", ("Go",), EOS, "!\n", "No</s>!\n"]),
+    "all ends": ({"learned_ends": "all"}, ["Hi", EOS, "!\n", ("Ho",), EOS, "!\n", "Go", EOS, "!\n", ("No",), EOS, "!\n"]),
+    "last end": ({"learned_ends": "last"}, ["Hi</s>!\n", ("Ho",), "</s>!\n", "Go</s>!\n", ("No",), EOS, "!\n"]),
+    "no end": ({"learned_ends": "none"}, ["Hi</s>!\n", ("Ho",), "</s>!\n", "Go</s>!\n", ("No",), "</s>!\n"]),
+    "own end": ({"turn_ends": ["!"]}, ["Hi</s>!\n", ("Ho",), EOS, ("!",), "\n", "Go</s>!\n", ("No",), EOS, ("!",), "\n"]),
+}
+
+
+@pytest.mark.parametrize("case", ROLES_AND_ENDS)
+def test_the_roles_and_the_ends_of_turns_that_a_data_set_names_are_learned(case: str, tmp_path: Path) -> None:
+    keys, parts = ROLES_AND_ENDS[case]
+    tokenizer = byte_level_tokenizer("{% for message in messages %}{{ message.content + eos_token + '!\n' }}{% endfor %}")
+    talk = [{"role": ["user", "assistant"][number % 2], "content": word} for number, word in enumerate(["Hi", "Ho", "Go", "No"])]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk}])
+    description = json.dumps([{"path": str(path), "loss_on": "assistant-content", **keys}])
+    tokenized = tokenize(read_data(description, DataOptions(), has_decoder=False).documents, tokenizer)
+    ids, labels = tokens(*parts)
     assert tokenized.tokens.tolist() == ids and tokenized.labels is not None
     assert tokenized.labels.tolist() == labels
 
@@ -292,6 +343,12 @@ def test_a_file_lists_data_sets_beside_it(tmp_path: Path) -> None:
         ({"path": "t.jsonl", "template": "llama-factory/llama3"}, "token <|eot_id|>, which the tokenizer does not have"),
         ({"path": "s.jsonl"}, "s.jsonl:1: segment 1 is"),
         ({"path": ""}, "has an empty path"),
+        ({"path": "t.jsonl", "answer_ends": "eos"}, "has answer_ends, which needs format: preference without a template"),
+        ({"path": "t.jsonl", "template": "axolotl/chatml.intel"}, "writes pairs of answers; add format: preference"),
+        ({"path": "t.jsonl", "learned_roles": ["user"]}, "has learned_roles, which needs loss_on assistant-content"),
+        ({"path": "t.jsonl", "learned_roles": [], "loss_on": "assistant-content"}, "learned_roles is empty"),
+        ({"path": "t.jsonl", "learned_ends": "first", "loss_on": "content"}, "learned_ends"),
+        ({"path": "t.jsonl", "turn_ends": ["two words"], "loss_on": "content"}, "'two words' is not one token"),
         ("a.jsonl", "write its path"),
     ],
     ids=str,

@@ -10,8 +10,9 @@ from chat_models import CHATML, MARKED, byte_level_tokenizer, make_chats, save_m
 
 from upshift.errors import RequestError
 from upshift.models.source import find_model_to_train
-from upshift.training.data.data_options import CHAT_TEMPLATES, DataOptions
+from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data, read_whole_documents
+from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 
 NAMED = CHAT_TEMPLATES["chatml"]
 TEMPLATES = {"text": CHATML, "marked": MARKED, "chatml": NAMED}
@@ -49,11 +50,20 @@ def test_rows_are_those_of_a_tokenizer_that_has_the_template(name: str, model: s
         assert data.tokenizer is not None and data.tokenizer.chat_template == TEMPLATES[name]
 
 
-def test_chatml_is_written_as_its_definition_says() -> None:
-    messages = [{"role": "user", "content": "a\n b"}, {"role": "assistant", "content": "c"}]
-    written = byte_level_tokenizer(NAMED).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-    assert written == f"{turns}<|im_start|>assistant\n"
+WRITTEN = {  # what a named template writes for TURNS and for the assistant to go on
+    "chatml": "<|im_start|>user\na\n b <|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>assistant\n",
+    "gemma": "<s><start_of_turn>user\na\n b<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>model\n",
+    "llama3": "<s><|start_header_id|>user<|end_header_id|>\n\na\n b<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nc"
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "phi_35": "<|user|>\na\n b <|end|>\n<|assistant|>\nc<|end|>\n<|assistant|>\n",
+}
+TURNS = [{"role": "user", "content": "a\n b "}, {"role": "assistant", "content": "c"}]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_a_named_template_writes_what_its_definition_says(name: str) -> None:
+    tokenizer = byte_level_tokenizer(CHAT_TEMPLATES[name])
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == WRITTEN[name]
 
 
 def test_the_template_of_the_users_tokenizer_stays_and_lengths_follow_the_given_one(model: str, chats: str) -> None:

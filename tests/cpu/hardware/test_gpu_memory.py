@@ -9,6 +9,7 @@ from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
 from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak
 from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.process_group import lost_connection
 from upshift.units import GIB
 
 
@@ -19,10 +20,20 @@ from upshift.units import GIB
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
         ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
         ("NCCL error in: ncclUtils.hpp:318, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", True),
+        ("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 'out of memory'", True),
         ("HIP error: out of memory", True),
+        ("HIP failure 'out of memory'", True),
+        ("CUDA driver error: out of memory", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cuFFT error: CUFFT_ALLOC_FAILED", True),
+        ("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1154', True),
         ("CUDA error: an illegal memory access was encountered", False),
         ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
         ("Cuda failure 700 'an illegal memory access was encountered'", False),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", False),
+        ("CUDA driver error: invalid argument", False),
     ],
 )
 @pytest.mark.parametrize("kind", ["RuntimeError", "AcceleratorError", "DistBackendError"])
@@ -34,6 +45,11 @@ def test_words_of_memory_that_ran_out(words: str, ran_out: bool, kind: str) -> N
     wrapped = RuntimeError("a stage failed")
     wrapped.__cause__ = error
     assert is_out_of_memory(wrapped) is ran_out
+    assert not (ran_out and lost_connection(wrapped)), "the other ranks would hear of a lost connection, and not of memory"
+
+
+def test_a_connection_that_breaks_is_no_lack_of_memory() -> None:
+    assert lost_connection(torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"))
 
 
 def test_held_on_a_gpu_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:

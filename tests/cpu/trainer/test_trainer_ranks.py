@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from warm_scripts import WarmScripts
 
+from upshift.planning.plan import Plan
+from upshift.training.prepare import configure_process
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 SCRIPT = HELPERS / "trainer_ranks.py"
@@ -158,3 +161,13 @@ def test_all_ranks_halve_together_when_one_runs_out_of_memory(found: dict[str, A
 def test_what_it_cannot_do_is_refused_before_the_first_step(name: str, words: tuple[str, ...], found: dict[str, Any]) -> None:
     for rank in (found[name], found[name]["other"]):
         assert all(word in rank["refused"] for word in words), rank["refused"]
+
+
+def test_a_plan_leaves_each_rank_the_gpu_that_its_launcher_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers chooses it by LOCAL_RANK. With the first one in all ranks, NCCL would find a GPU twice."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    plan = Plan(device="cuda", host="", model="", sequence_length=8, per_device_train_batch_size=1, num_processes=2)
+    configure_process(plan)
+    assert not chosen

@@ -169,23 +169,64 @@ def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: 
     assert "trl" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")  # the model card that TRL writes
 
 
-def test_a_trainer_that_makes_its_own_batches_runs_as_in_trl(model: Path, tmp_path: Path) -> None:
-    """GRPO generates its batches, so no plan can be made. That is known before anything is traced or tried."""
-    trainers = []
-    for library in (trl, upshift.trl):
-        config = trl.GRPOConfig(
-            str(tmp_path / library.__name__), report_to="none", use_cpu=True, max_steps=2, logging_steps=1, disable_tqdm=True,
-            save_strategy="no", bf16=False, per_device_train_batch_size=4, num_generations=2, max_completion_length=6, seed=7,
-        )  # fmt: skip
-        trainer = library.GRPOTrainer(
-            model=str(model), args=config, train_dataset=_rows(lambda draws, number: {"prompt": words(draws, 4)}),
-            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        )  # fmt: skip
-        output = trainer.train()
-        trainers.append(trainer)
-    check_same(trainers[1], trainers[0])
-    assert "own _prepare_inputs" in trainers[1].upshift_choice.reason and trainers[1].upshift_choice.planning is None
+def make_online_trainer(library: Any, kind: str, model: Path, output: Path, **options: Any) -> Any:
+    """Return a trainer that generates its batches from prompts. Its rows have WIDTH tokens, half of them for the completion."""
+    of_upshift = {name: options.pop(name) for name in ("plan", "fixed", "trial_seconds", "rollout_func") if name in options}
+    config = getattr(trl, f"{kind}Config")(
+        **{"output_dir": str(output), "report_to": "none", "use_cpu": True, "max_steps": 6, "logging_steps": 1, "seed": 7,
+           "disable_tqdm": True, "save_strategy": "no", "bf16": False, "per_device_train_batch_size": 4, "num_generations": 2,
+           "max_completion_length": 6, "pad_to_multiple_of": WIDTH // 2, "learning_rate": 1e-3, **options}
+    )  # fmt: skip
+    return getattr(library, f"{kind}Trainer")(
+        model=str(model),
+        args=config,
+        train_dataset=_rows(lambda draws, number: {"prompt": words(draws, 4)}),
+        reward_funcs=lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],
+        **of_upshift,
+    )
+
+
+ONLINE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("GRPO", {}),
+    "grpo, reference model, two batches a step": ("GRPO", {"beta": 0.1, "gradient_accumulation_steps": 2}),
+    "grpo, each generation trains four steps": ("GRPO", {"num_iterations": 2, "steps_per_generation": 2}),
+    "rloo": ("RLOO", {}),
+}
+
+
+@pytest.mark.parametrize("case", ONLINE_CASES)
+def test_rows_that_trl_generates_get_a_plan_and_trls_own_losses(case: str, model: Path, tmp_path: Path) -> None:
+    kind, options = ONLINE_CASES[case]
+    theirs = make_online_trainer(trl, kind, model, tmp_path / "theirs", **options)
+    theirs.train()
+    ours = make_online_trainer(upshift.trl, kind, model, tmp_path / "ours", **options, **PLANNED)
+    ours.train()
+    check_same(ours, theirs)
+    norms = [entry["grad_norm"] for entry in ours.state.log_history if "loss" in entry]
+    assert len(set(norms)) == 6  # advantages have the mean 0, and so has GRPO's loss on the rows of one generation
+    choice = ours.upshift_choice
+    assert choice.reason == "the batches stay whole: the trainer generates the rows"
+    assert f"rows of {WIDTH} tokens: the longest of 16 prompts" in choice.covers
+    plan = choice.plan
+    accumulation = options.get("gradient_accumulation_steps", 1)
+    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps) == (4, accumulation)
+    assert plan.sequence_length == WIDTH and plan.torch_compile == "off"
+
+
+def test_rows_of_unknown_length_run_as_in_trl(model: Path, tmp_path: Path) -> None:
+    """A function of the script may make the rows. That is known before anything is traced or tried."""
+
+    def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
+
+    trainer = make_online_trainer(upshift.trl, "GRPO", model, tmp_path, rollout_func=roll_out, max_steps=1)
+    output = trainer.train()
+    assert "of rollout_func are not known" in trainer.upshift_choice.reason and trainer.upshift_choice.planning is None
     assert output.metrics["planning_runtime"] < 2
+    compiled = make_online_trainer(upshift.trl, "GRPO", model, tmp_path, fixed="torch_compile=layer")
+    with pytest.raises(RequestError, match="generation calls the same layers for each token"):
+        compiled.train()
 
 
 @pytest.mark.parametrize("field", ["packing=True", "per_device_train_batch_size=2"])

@@ -42,9 +42,21 @@ CONTEXT_BYTES = 500 * MIB  # that a process holds on a device beside its tensors
 gpus: list[pynvml.Gpu] = []
 
 
+def visible_gpus() -> list[pynvml.Gpu]:
+    """Return the GPUs that torch sees. torch itself reads CUDA_VISIBLE_DEVICES."""
+    present = pynvml.all_gpus()
+    chosen = torch.cuda._parse_visible_devices()
+    numbered = [pynvml.instances(gpu)[0] if gpu.instances else gpu for gpu in present]
+    if chosen and isinstance(chosen[0], str):
+        numbered = [part for gpu in present for part in pynvml.instances(gpu) or [gpu]]
+        chosen = torch.cuda._transform_uuid_to_ordinals(chosen, [gpu.uuid for gpu in numbered])
+    wrong = next((position for position, number in enumerate(chosen) if int(number) >= len(numbered)), len(chosen))
+    return [numbered[int(number)] for number in chosen[:wrong]]
+
+
 def take_gpus() -> None:
     """Take the GPUs that the environment names."""
-    gpus[:] = pynvml.visible_gpus()
+    gpus[:] = visible_gpus()
     ext.set_device_count(len(gpus))
     for device, gpu in enumerate(gpus):
         ext.set_limit(device, gpu.mib * MIB)
@@ -311,6 +323,8 @@ def install() -> None:
     torch._C._cuda_getArchFlags = lambda: ARCHITECTURES
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDeviceCount = _count_by_driver
+    torch._C._cuda_getDevice = current_device
+    torch._C._nccl_version = lambda: 2 << 32 | 29 << 16 | 7
     torch.Tensor.record_stream = _of_its_own(_nothing)
     _resize_storages()
     _install_nccl()

@@ -6,9 +6,23 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 using Tensors = std::vector<at::Tensor>;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+
+// DistributedDataParallel asks for times on the device after some steps.
+struct PretendedTimer final : c10d::Timer {
+  explicit PretendedTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const auto begun = getTimestamp(start), ended = getTimestamp(end);
+    if (!begun || !ended) return std::nullopt;
+    return *ended - *begun;
+  }
+};
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, PretendedTimer)
+}
 
 struct PretendedNccl final : c10d::Backend {
   PretendedNccl(int rank, int size, c10::intrusive_ptr<c10d::Backend> gloo) : c10d::Backend(rank, size), gloo_(std::move(gloo)) {}
@@ -51,8 +65,8 @@ struct PretendedNccl final : c10d::Backend {
     return gloo_->allgather(of_outputs, of_inputs, options);
   }
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto of_output = checked_twin(output);
-    auto of_input = checked_twin(input);
+    auto of_output = checked_twin(output).view(-1);  // NCCL counts numbers, and gloo compares shapes
+    auto of_input = checked_twin(input).view(-1);
     return gloo_->_allgather_base(of_output, of_input, options);
   }
   WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -79,8 +93,8 @@ struct PretendedNccl final : c10d::Backend {
     return gloo_->reduce_scatter(of_outputs, of_inputs, summing);
   }
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    auto of_output = checked_twin(output);
-    auto of_input = scaled_copies(options.reduceOp, {checked_twin(input)})[0];
+    auto of_output = checked_twin(output).view(-1);
+    auto of_input = scaled_copies(options.reduceOp, {checked_twin(input)})[0].view(-1);
     auto summing = options;
     summing.reduceOp = summed(options.reduceOp, output);
     return gloo_->_reduce_scatter_base(of_output, of_input, summing);
@@ -116,13 +130,14 @@ struct PretendedNccl final : c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Backend> gloo_;
   bool devices_were_compared_ = false;
+  int64_t device_ = -1;  // of this rank in this group
 
   at::Tensor checked_twin(const at::Tensor& tensor, bool is_collective = true) {
     TORCH_CHECK(tensor.is_cuda() && !tensor.is_sparse(), "No backend type associated with device type ", tensor.device(), " (nccl)");
     TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous (nccl)");
     const auto type = tensor.scalar_type();
     TORCH_CHECK(type != at::kShort && type != at::kUInt16 && type != at::kUInt32, "Unconvertible NCCL type ", type);
-    if (is_collective && !devices_were_compared_) compare_devices(tensor.device().index());
+    check_device(tensor.device().index(), is_collective);
     at::Tensor on_cpu = twin(tensor);
     return on_cpu.element_size() == 1 && type != at::kChar ? on_cpu.view(at::kByte) : on_cpu;
   }
@@ -135,6 +150,13 @@ struct PretendedNccl final : c10d::Backend {
     std::vector<Tensors> twins;
     for (const auto& list : lists) twins.push_back(checked_twins(list));
     return twins;
+  }
+
+  // Another device has another communicator, which the other ranks would have to make at the same time.
+  void check_device(int64_t device, bool is_collective) {
+    if (device_ < 0) device_ = device;
+    TORCH_CHECK(device == device_, "NCCL hangs: rank ", getRank(), " exchanged on CUDA device ", device_, " before, and now on ", device);
+    if (is_collective && !devices_were_compared_) compare_devices(device);
   }
 
   // NCCL refuses a group in which two ranks of a host use the same device.

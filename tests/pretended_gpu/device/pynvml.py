@@ -81,22 +81,6 @@ def all_gpus() -> list[Gpu]:
     return gpus
 
 
-def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to CUDA, by number or UUID."""
-    gpus = all_gpus()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [instances(gpu)[0] if gpu.instances else gpu for gpu in gpus]
-    named = {str(gpu.number): gpu for gpu in gpus} | {gpu.uuid: gpu for gpu in gpus}
-    named |= {instance.uuid: instance for gpu in gpus for instance in instances(gpu)}
-    visible: list[Gpu] = []
-    for name in filter(None, chosen.split(",")):
-        if name not in named:  # CUDA leaves out what follows an unknown one
-            break
-        visible.append(named[name])
-    return visible
-
-
 def instances(gpu: Gpu) -> list[Gpu]:
     return [replace(gpu, instance=number + 1) for number in range(gpu.instances)]
 

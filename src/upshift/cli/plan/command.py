@@ -164,7 +164,7 @@ def command(
     with tables.bar("Comparing plans" if is_quick else "Tracing the model on fake tensors") as progress:
         planning = request.plan(host, progress)
     answers = asked.answers(request, planning)
-    exchange.write_plan(target, planning, model, adapter, data)
+    exchange.write_plan(target, request, planning, model, adapter, data)
     _write_page(html, planning, model)
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +11,23 @@ import typer
 
 from upshift.cli import tables
 from upshift.cli.options import command_line_options, option
+from upshift.cli.plan.questions import Request
 from upshift.cli.usage.help_page import Panel
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.source import AdapterOptions
 from upshift.planning.planner import Planning
-from upshift.planning.programs.job import Job, trainer_arguments
-from upshift.planning.programs.write import SERVERS, TRAINERS, read_choices, read_target, write_training
+from upshift.planning.programs.job import Inexpressible, Job, trainer_arguments
+from upshift.planning.programs.write import (
+    SERVERS,
+    TRAINERS,
+    best_for,
+    read_choices,
+    read_target,
+    why_inexpressible,
+    write_training,
+)
+from upshift.planning.search.ranking import Candidate
 
 Write = Annotated[
     str | None,
@@ -64,9 +75,9 @@ def write_target(write: str | None, *, serves: bool = False) -> tuple[str, Path]
 
 
 def write_plan(
-    target: tuple[str, Path] | None, planning: Planning, model: str, adapter: AdapterOptions, data: str | None
+    target: tuple[str, Path] | None, request: Request, planning: Planning, model: str, adapter: AdapterOptions, data: str | None
 ) -> None:
-    """Write the configuration, and say what it does not hold."""
+    """Write the configuration of the best plan that the program can run, and say what it does not hold."""
     if target is None:
         return
     program, path = target
@@ -74,11 +85,35 @@ def write_plan(
         model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=planning.host.num_nodes,
         layer_classes=planning.profile.declares.no_split_modules, clips_gradients=planning.workload.clips_gradients,
     )  # fmt: skip
-    write_training(program, path, planning.best, job)
+    chosen = _best_for(program, request, planning, job)
+    write_training(program, path, chosen.plan, job)
     tables.err.print(f"Wrote {path}", highlight=False)
+    problem = why_inexpressible(program, planning.best, job)
+    if problem is not None:
+        change = chosen.tokens_per_second / planning.ranking.candidates[0].tokens_per_second - 1
+        words = f"{problem.problem[:1].upper()}{problem.problem[1:]} of plan 1. It has the best plan that {program} can run"
+        tables.err.print(f"{words}, predicted {change:+.1%}: {chosen.plan.label()}", highlight=False)
     if program != "axolotl":
-        arguments = " ".join(f"--{name} {value}" for name, value in trainer_arguments(planning.best).items())
+        arguments = " ".join(f"--{name} {value}" for name, value in trainer_arguments(chosen.plan).items())
         tables.dim(f"The rest of the plan, as TrainingArguments: {arguments}", tables.err)
+
+
+def _best_for(program: str, request: Request, planning: Planning, job: Job) -> Candidate:
+    """Return the best plan that the program can run. If none was compared, plan again with what it can express."""
+    try:
+        return best_for(program, planning, job)
+    except Inexpressible as problem:
+        if _names(request.fixed) & _names(problem.fixed):
+            raise
+        narrower = replace(request, fixed=(*request.fixed, *problem.fixed))
+        try:
+            return best_for(program, narrower.plan(planning.host, lambda done, total: None), job)
+        except NothingFits:
+            raise problem from None
+
+
+def _names(assignments: tuple[str, ...]) -> set[str]:
+    return {assignment.partition("=")[0].strip() for assignment in assignments}
 
 
 def next_command(context: typer.Context, model: str, host: Host) -> str:

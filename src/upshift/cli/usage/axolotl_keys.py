@@ -64,7 +64,7 @@ comet_experiment_key comet_mode comet_online comet_project_name comet_workspace 
 cpo_alpha curriculum_sampling dataloader_drop_last dataset_exact_deduplication dataset_shard_idx default_system_message device
 dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of do_bench_eval do_causal_lm_eval dpo_generate_during_eval
 dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_norm_loss dpo_padding_free dpo_use_logits_to_keep dpo_use_weighting
-dynamic_checkpoint eaft_alpha eaft_k ebft embedding_lr embedding_lr_scale embeddings_skip_upcast eot_tokens
+dynamic_checkpoint eaft_alpha eaft_k ebft embedding_lr embedding_lr_scale embeddings_skip_upcast
 eval_causal_lm_metrics eval_max_new_tokens eval_sequence_len eval_table_size evaluation_strategy
 experimental_skip_move_to_device fix_untrained_tokens flash_attn_d512 flash_attn_rms_norm flash_optimum fp32_norm_classes
 fp32_norms fp8_config fp8_enable_fsdp_float8_all_gather freeze_mm_modules gemma4_hybrid_attn_impl generate_samples
@@ -109,4 +109,9 @@ REMARKS: Mapping[str, str] = {  # what to do instead of a key
     "base_model_config": "give a folder with the config and the weights as base_model",
     "max_packed_sequence_len": "give sequence_len",
     "evaluation_strategy": "add --eval-steps N",
+    "loss_watchdog_threshold": "a run stops by itself if the loss is not a number; remove it",
+    "loss_watchdog_patience": "a run stops by itself if the loss is not a number; remove it",
+    "kto_desirable_weight": "train by upshift.trl.KTOTrainer in a script",
+    "kto_undesirable_weight": "train by upshift.trl.KTOTrainer in a script",
+    "trl": "train by upshift.trl.GRPOTrainer in a script",
 }

@@ -191,6 +191,16 @@ def add_data_sets(config: ForeignConfig, key: str, data_sets: Sequence[Mapping[s
     config.add(key, json.dumps(list(data_sets), ensure_ascii=False), source)
 
 
+LIBRARY_TRAINERS = {"kto": "KTOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}  # of upshift.trl, by the objective
+
+
+def advice_on_objective(objective: str) -> str:
+    """Return what to do about an objective that ``upshift train`` does not have."""
+    trainer = LIBRARY_TRAINERS.get(objective)
+    known = "upshift train has sft, dpo and reward models"
+    return known if trainer is None else f"{known}; train by upshift.trl.{trainer} in a script, which takes the same rows"
+
+
 def describe(config: ForeignConfig) -> list[str]:
     """Return the lines that say what was understood."""
     lines = [f"{config.path}, as options of upshift train:"]

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from upshift.cli.usage.axolotl_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
 from upshift.cli.usage.foreign_config import (
     ADAMW,
     ForeignConfig,
     add_data_sets,
+    advice_on_objective,
     check_rejected,
     is_number,
     is_off,
@@ -25,8 +26,10 @@ from upshift.cli.usage.foreign_config import (
     read_values,
 )
 from upshift.text import did_you_mean
-from upshift.training.data.data_options import CHAT_TEMPLATES
+from upshift.training.data.data_options import LearnedEnds
+from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.instruction_prompts import PROMPTS
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS
 
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 TRACKERS = {
@@ -48,6 +51,7 @@ ROW_FORMATS = {  # by the type of a data set
     "input_ids": "input_ids",
     "input_output": "segments",
 }
+PAIR_TYPES = ("chat_template.default", "chat_template.argilla_chat", "passthrough.default")  # of rl: dpo
 MESSAGE_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"human": "user", "gpt": "assistant"}  # that Axolotl renames by default
 PLAIN_NAME = re.compile(r"[^{}.:!\[\]]+")  # of a column that may stand in braces
@@ -119,7 +123,10 @@ def _add_chat_template(config: ForeignConfig, name: str, text: Any) -> None:
     elif name.startswith(FALLBACK):
         config.notes.append(f"chat_template: the tokenizer's own; if it has none, add --chat-template {name[len(FALLBACK) :]}")
     elif name != TOKENIZERS_OWN:
-        advice = f"write that template into a file, and add --chat-template FILE; by name there is {', '.join(CHAT_TEMPLATES)}"
+        advice = (
+            f"give {TOKENIZERS_OWN} for the model's own, Axolotl's file {name}.jinja with --chat-template FILE, or one of "
+            f"{', '.join(CHAT_TEMPLATES)}"
+        )
         config.reject(f"chat_template {name}", advice, replaced_by="chat-template")
 
 
@@ -141,6 +148,7 @@ def _read_data(config: ForeignConfig) -> None:
         if key == "data":
             training = entries
         _add_data(config, key, entries, training, source)
+    config.take("eot_tokens")
     read_evaluation_size(config, "val_set_size", "test_datasets")
 
 
@@ -191,7 +199,9 @@ def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any],
     kind = data_set.pop("type", "input_ids")
     for name in ("chat_template", "chat_template_jinja"):  # those of chats are read already; other rows have none
         data_set.pop(name, None)
-    _check_learned_turns(config, source, data_set)
+    learned = _read_learned_contents(config, source, data_set, learns_all=learns_all)
+    if config.values.get("rl") == "dpo":
+        return _read_pairs(config, source, kind, data_set)
     of_answers: dict[str, Any] = {"loss_on": "all"} if learns_all else {}
     if isinstance(kind, Mapping):
         return {"prompt": _read_own_prompt(config, source, kind), **of_answers}
@@ -205,7 +215,9 @@ def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any],
     if row_format == "text":
         return {"text_column": data_set.pop("field", "text")}
     if row_format == "messages":
-        return _read_messages(data_set) | {"loss_on": "content" if learns_all else "assistant-content"}
+        if config.values.get("eot_tokens"):
+            learned["turn_ends"] = [str(token) for token in config.values["eot_tokens"]]
+        return _read_messages(data_set) | {"loss_on": "content" if learns_all else "assistant-content"} | learned
     return {"format": row_format, **(of_answers if row_format == "segments" else {})}
 
 
@@ -231,13 +243,27 @@ def _read_own_prompt(config: ForeignConfig, source: str, values: Mapping[str, An
     }
 
 
-def _check_learned_turns(config: ForeignConfig, source: str, data_set: dict[str, Any]) -> None:
-    """Reject other turns than the assistant's."""
-    if data_set.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):
-        config.reject(f"{source}.roles_to_train", "the assistant's turns are learned, or those of all roles with train_on_inputs")
-    for name in ("train_on_eos", "train_on_eot"):
-        if data_set.pop(name, "turn") != "turn":
-            config.reject(f"{source}.{name}", "EOS after each learned turn is learned: turn")
+def _read_learned_contents(config: ForeignConfig, source: str, data_set: dict[str, Any], *, learns_all: bool) -> dict[str, Any]:
+    """Return whose turns are learned, and which ends of turns, if these are others than by default."""
+    names = data_set.pop("roles_to_train", None)
+    ends = data_set.pop("train_on_eos", None) or "turn"
+    ends_of_turns = data_set.pop("train_on_eot", None) or ends
+    found: dict[str, Any] = {}
+    if names is not None and not learns_all:
+        if not isinstance(names, list) or not names:
+            config.reject(f"{source}.roles_to_train", "give a list of roles, such as [assistant]")
+            names = ["assistant"]
+        sources = data_set.get("roles")
+        renamed = ROLES if sources is None else {str(other): str(role) for role, others in sources.items() for other in others}
+        roles = list(dict.fromkeys(renamed.get(str(name), str(name)) for name in names))
+        found |= {} if roles == ["assistant"] else {"learned_roles": roles}
+    if ends not in get_args(LearnedEnds):
+        config.reject(f"{source}.train_on_eos {ends}", f"use {', '.join(get_args(LearnedEnds))}")
+    elif ends_of_turns != ends:
+        config.reject(f"{source}.train_on_eot {ends_of_turns}", f"give train_on_eos and train_on_eot one value; EOS has {ends}")
+    elif ends != "turn":
+        found["learned_ends"] = ends
+    return found
 
 
 def _read_messages(data_set: dict[str, Any]) -> dict[str, Any]:
@@ -262,12 +288,29 @@ def _read_messages(data_set: dict[str, Any]) -> dict[str, Any]:
     return {"format": "messages", "columns": columns, "message_fields": names, "roles": dict(roles)}
 
 
+def _read_pairs(config: ForeignConfig, source: str, kind: Any, data_set: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of pairs of answers. Reject a type that Axolotl does not have for them, or that has no form here."""
+    name = f"{kind}.default" if isinstance(kind, str) and "." not in kind else str(kind)
+    if name in PAIR_PROMPTS:
+        return {"format": "preference", "template": f"axolotl/{name}"}
+    if name not in PAIR_TYPES:
+        config.reject(f"{source}.type {kind}", f"for pairs use {', '.join((*PAIR_TYPES, *PAIR_PROMPTS))}", replaced_by="data")
+        return {}
+    form = {"format": "preference"} | ({} if name == "passthrough.default" else {"answer_ends": "eos"})
+    if name != "chat_template.default":
+        return form
+    columns = {name: str(data_set.pop(f"field_{name}", name)) for name in ("messages", "chosen", "rejected")}
+    fields = {"role": "role", "content": "content"} | dict(data_set.pop("message_property_mappings", {}))
+    roles = {str(other): str(role) for role, others in data_set.pop("roles", {}).items() for other in others}
+    return form | {"columns": columns, "message_fields": fields, "roles": roles}
+
+
 def _read_objective(config: ForeignConfig) -> None:
     objective = config.take("rl")
     if objective == "dpo":
         config.add("objective", "dpo", "rl")
     elif objective is not None:
-        config.reject(f"rl {objective}", "only dpo is known", replaced_by="objective")
+        config.reject(f"rl {objective}", advice_on_objective(str(objective)), replaced_by="objective")
     if config.take("reward_model"):
         config.add("objective", "reward", "reward_model")
     if config.take("num_labels", 1) != 1:

@@ -15,6 +15,7 @@ from upshift.cli.usage.foreign_config import (
     ADAMW,
     ForeignConfig,
     add_data_sets,
+    advice_on_objective,
     check_rejected,
     is_number,
     is_off,
@@ -25,7 +26,6 @@ from upshift.cli.usage.foreign_config import (
 from upshift.cli.usage.llama_factory_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
 from upshift.text import did_you_mean
 from upshift.training.arguments import Tracker
-from upshift.training.data.data_options import CHAT_TEMPLATES
 from upshift.training.data.rows.data_set import LLAMA_FACTORY
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 
@@ -50,6 +50,7 @@ DEFAULT_TAGS = {
     "system_tag": "system",
 }
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
+SAME_TEMPLATES = ("chatml",)  # write the text that --chat-template writes by this name
 USED_KEYS = ("file_name", "formatting", "ranking", "split", "columns", "tags")  # of a data set in dataset_info.json
 
 
@@ -78,7 +79,8 @@ def _read_stage(config: ForeignConfig) -> str:
     """Return the stage, and read what belongs to it."""
     stage = str(config.take("stage", "sft"))
     if stage not in OBJECTIVES:
-        config.reject(f"stage {stage}", f"use one of {', '.join(OBJECTIVES)}", replaced_by="objective")
+        advice = f"use one of {', '.join(OBJECTIVES)}; {advice_on_objective(stage)}"
+        config.reject(f"stage {stage}", advice, replaced_by="objective")
     elif OBJECTIVES[stage] is not None:
         config.add("objective", OBJECTIVES[stage], "stage")
     if config.values.get("do_train") is False:
@@ -157,7 +159,7 @@ def _read_template(config: ForeignConfig) -> dict[str, Any]:
         config.reject(f"template {name}", f"use one of {', '.join(TEMPLATES)}, or remove it to use the chat template")
         return {}
     chosen: dict[str, Any] = {"template": f"{LLAMA_FACTORY}{name}"}
-    if name in CHAT_TEMPLATES:
+    if name in SAME_TEMPLATES:
         config.add("chat-template", name, "template")
     if system is not None:
         chosen["system"] = str(system)

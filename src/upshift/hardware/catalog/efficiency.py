@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 from upshift.hardware.spec import Collective, Link
 from upshift.units import GIGA
@@ -22,6 +22,23 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
 # For GPUs that are in none of these tables, of products above 1e12 FLOP, as training has them. SemiAnalysis, "MI300X vs H100 vs
 # H200 Benchmark Part 1: Training" (2024): 620 of 1,307 TFLOP/s in bf16.
 LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47}
+# Attention of training: its kernels, and the share of the 16-bit peak that forward and backward pass reach together, by the major
+# number of the compute capability. For causal attention of long texts with heads of 128 elements, counted as half of all scores.
+# The backward pass has 2.5 times the work. FlashAttention 1 and 2 on an A100: Dao 2023 (arXiv 2307.08691): forward 30 to 50 % and
+# 50 to 73 %, backward 25 to 35 % and up to 63 %. FlashAttention 2 and 3 and cuDNN on an H100: Shah et al. 2024 (arXiv 2407.08608,
+# figures 5 and 6): 335, 616 and 539 TFLOP/s forward, 322, 561 and 516 backward. FlashAttention 1 on an H100 is to 2 as on an
+# A100. cuDNN on a B200: forward 1605 / 1.3 TFLOP/s (together.ai/blog/flashattention-4), backward as on an H100.
+AttentionKernel = Literal["flash_1", "flash_2", "flash_3", "cudnn"]
+ATTENTION_EFFICIENCY: dict[tuple[AttentionKernel, int], float] = {
+    ("flash_1", 8): 0.32,
+    ("flash_1", 9): 0.19,
+    ("flash_2", 8): 0.55,
+    ("flash_2", 9): 0.32,
+    ("flash_3", 9): 0.58,
+    ("cudnn", 9): 0.52,
+    ("cudnn", 10): 0.52,
+}
+ATTENTION_HALF_LENGTH = 300  # tokens at which all of these kernels reach half of it (the same figures of Shah et al.)
 MEMORY_EFFICIENCY = {"a100-40gb": 0.66, "a100-80gb": 0.66, "h100-sxm": 0.78, "h200": 0.72, "b200": 0.69, "l40s": 0.75}
 # From the same tables, NCCL 2.27 to 2.29 on 8 GPUs with NVLink: latency in microseconds and algorithm bandwidth in GB/s, with an
 # error of 7 to 16 %. The order is all-gather, reduce-scatter, all-reduce, all-to-all.
@@ -45,6 +62,12 @@ def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
     measured = [(bound, share) for bound, share in zip(GEMM_CLASSES, classes, strict=True) if share is not None]
     below = [share for bound, share in measured if flops_per_gemm >= bound]
     return below[-1] if below else measured[0][1]
+
+
+def attention_efficiency(kernel: AttentionKernel, capability: tuple[int, int], length: int) -> float | None:
+    """Return the share of the 16-bit peak that attention of texts of this length reaches in training; None: not measured."""
+    share = ATTENTION_EFFICIENCY.get((kernel, capability[0]))
+    return None if share is None else share * length / (length + ATTENTION_HALF_LENGTH)
 
 
 def memory_efficiency(gpu_key: str) -> float | None:

@@ -14,13 +14,16 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 USABLE_SHARE = 0.9  # of the free memory; other processes and the allocator's blocks take the rest
 
 
-def read_size(size: str | int) -> int:
-    """Return the bytes of a size such as 123, "8GiB" or "20GB". Raise RequestError for anything else."""
+def read_size(size: str | int, *, option: str = "") -> int:
+    """Return the bytes of a size such as 123, "8GiB" or "20GB". Raise RequestError for anything else.
+
+    ``option``: what the message begins with, where the size is of the command line."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in UNITS:
-        raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB: 8GiB")
+        value = f"{option} {size!r}".strip()
+        raise RequestError(f"{value} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB: 8GiB")
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
@@ -92,6 +95,7 @@ def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | N
         raise RequestError(f"--max-memory {invalid!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
     limits: dict[str | int, str | int] = {}
     for device, _, size in pairs:
-        if read_size(limits.setdefault(device, size)) != read_size(size):
+        num_bytes = read_size(size, option=f"--max-memory {device}:")
+        if read_size(limits.setdefault(device, size)) != num_bytes:
             raise RequestError(f"--max-memory gives {device} {limits[device]} and {size}; give it one of them")
     return limits

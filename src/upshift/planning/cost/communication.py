@@ -9,7 +9,9 @@ Computation hides these exchanges:
 - fully_shard gathers a layer's weights while the layer before computes, and reduces its gradients while the next layer computes.
 - Data parallelism reduces gradients during the last backward pass.
 - Ring attention sends keys and values while attention computes.
-- Tensor parallelism and expert parallelism wait for their exchanges. CPUs wait for all exchanges.
+- Tensor parallelism and expert parallelism wait for their exchanges. With the fused kernels of Transformer Engine and sequence
+  parallelism, a product runs on the pieces that are there, while the next one comes (its userbuffers).
+- CPUs wait for all exchanges.
 """
 
 from __future__ import annotations
@@ -403,7 +405,7 @@ class ExchangeCost:
         count = self.plan.gradient_accumulation_steps
         groups = self.memo.get_or_compute(("groups", layout, self.plan.num_processes), lambda: rank_groups(self.host, self.plan))
         if layout.tensor_parallel > 1:
-            yield "tensor parallel", count * self._total_seconds(self._volumes.tensor(), groups.tensor)
+            yield "tensor parallel", count * self._tensor_seconds(groups.tensor)
         if layout.context_parallel > 1:
             yield "context parallel", count * self._context_seconds(groups.context)
         if layout.expert_parallel > 1:
@@ -441,6 +443,14 @@ class ExchangeCost:
             members = same_experts if transfer.same_experts else group
             seconds += transfer.times * self._collective_seconds(transfer.operation, transfer.num_bytes, members)
         return seconds
+
+    def _tensor_seconds(self, group: Group) -> float:
+        seconds = self._total_seconds(self._volumes.tensor(), group)
+        if not (self.plan.fused_kernels and self.plan.layout.sequence_parallel and self._hidden_share):
+            return seconds
+        first_pieces = seconds / group.size  # nothing computes yet
+        products = self._hidden_share * (self.compute.total - self.compute.attention)
+        return first_pieces + max(seconds - first_pieces - products, 0.0)
 
     def _context_seconds(self, group: Group) -> float:
         volumes = self._volumes

@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from upshift.hardware import gemm_efficiency, memory_efficiency
+from upshift.hardware import AttentionKernel, attention_efficiency, gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Gpu, Host
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.hardware.spec import Rates as MatrixRates
@@ -48,23 +48,26 @@ DEFAULT_MEMORY_EFFICIENCY = 0.75
 
 
 class Sustained(NamedTuple):
-    """The share of single kernels' rates that training keeps: clocks fall under load, causal attention is less efficient."""
+    """The share of single kernels' rates that training keeps: clocks fall under load."""
 
     matrix: float  # the share that matrix products keep
-    attention: float  # as a share of a matrix product's rate
     memory: float
 
 
 # By compute capability, where no trial measured them. Fitted on the published rows of LLM Foundry (benchmarks/published) for MPT
-# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100; the other sizes' rows are then 5 % off on average, and torchtitan's 8B
-# on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and nothing hidden; its
-# 405B and its mixtures of experts, in no fit, are then 3 to 4 % off. Other GPUs: between them, not checked.
+# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels
+# and nothing hidden. Other GPUs: between them, not checked. Attention is fitted to no row: its kernels were measured alone.
 SUSTAINED = {
-    (8, 0): Sustained(0.80, 0.39, 1.0),
-    (9, 0): Sustained(0.74, 0.22, 0.67),
-    (10, 0): Sustained(0.8, 0.55, 0.4),
+    (8, 0): Sustained(0.82, 1.0),
+    (9, 0): Sustained(0.70, 0.95),
+    (10, 0): Sustained(0.74, 0.5),
 }
-SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
+SUSTAINED_ELSEWHERE = Sustained(0.78, 0.85)
+# The rate of attention where no kernel of it was measured, as a share of a matrix product's rate.
+OTHER_ATTENTION_SHARE = 0.3
+# The kernel behind sdpa in 16 bits. torch prefers cuDNN's on these (check_prefer_cudnn_attention of torch 2.13, sdp_utils.cpp).
+CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+FLASH_KERNELS: dict[str, AttentionKernel] = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3"}
 # The factors of matrix products are those of tensor cores, whose power lowers the clocks. Products in fp32 run without tensor
 # cores and keep their rate: with the factor, published fp32 rows on A100 and V100 and an H100's here were predicted 25 % too
 # slow.
@@ -86,13 +89,14 @@ class Rates(NamedTuple):
     first_touch: float
 
 
-def predict_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
+def predict_rates(host: Host, profile: ModelProfile, plan: Plan, *, kernel: AttentionKernel | None = None) -> Rates | None:
     """Return the rates of one process.
 
     Return None where the host's rate in this precision is unknown. Such a plan cannot be ranked.
+    ``kernel``: of attention on GPUs, in another program; None: the one that the plan runs.
     """
     if plan.device == "cuda":
-        return _gpu_rates(host, profile, plan)
+        return _gpu_rates(host, profile, plan, kernel)
     measured = host.measured
     if host.cpu is None or (measured is None and host.cpu.peak is None):
         return None
@@ -127,7 +131,7 @@ def predict_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None
     )
 
 
-def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
+def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan, kernel: AttentionKernel | None) -> Rates | None:
     gpu = host.gpu
     measured = host.measured
     precision = MATRIX_PRECISION[plan.precision]
@@ -151,12 +155,23 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     return Rates(
         matrix=kept * matrix,
         outside=kept * outside,
-        attention=sustained.attention * outside,
+        attention=_attention_rate(gpu, plan, outside_precision, outside, kernel),
         memory=sustained.memory * memory,
         stream=memory,
         dispatch=dispatch * GPU_DISPATCHES_PER_KERNEL,
         first_touch=0.0,
     )
+
+
+def _attention_rate(gpu: Gpu, plan: Plan, precision: MatrixPrecision, products: float, kernel: AttentionKernel | None) -> float:
+    """Return the FLOP/s of attention's forward and backward pass. ``products``: those of single matrix products."""
+    capability = gpu.compute_capability or (0, 0)
+    share = None
+    if precision in ("bf16", "fp16"):
+        own: AttentionKernel = "cudnn" if capability in CUDNN_CAPABILITIES else "flash_2"
+        share = attention_efficiency(kernel or FLASH_KERNELS.get(plan.attention, own), capability, plan.sequence_length)
+    peak = gpu.peak.matrix(precision) if gpu.peak else None
+    return OTHER_ATTENTION_SHARE * products if share is None else share * (peak or products)
 
 
 def _datasheet_rates(gpu: Gpu, profile: ModelProfile, plan: Plan) -> MatrixRates:

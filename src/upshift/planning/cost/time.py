@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
+from upshift.hardware import AttentionKernel
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost
@@ -42,10 +43,11 @@ CLIP_WORDS = 2.0  # norm reads, scaling writes
 DISPATCHES_PER_UPDATE_IN_BACKWARD = 30.0
 # torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine
 # tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
-# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted
-# from sources, never measured here.
+# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words. It casts the output's
+# gradient and the input. The norm before two of four matrices writes fp8 itself, so that only the transpose is left there.
+# Weights are cast once in a step. Counted from sources, never measured here.
 FP8_CAST_SHARE = 2.5 * 5 / 9
-FUSED_FP8_CAST_SHARE = 2.0 * 3 / 9
+FUSED_FP8_CAST_SHARE = 2.0 * 1.6 / 9
 FP8_KERNELS = 3.0
 # Python and operators of one unit of fully_shard (a layer, or what is outside the layers) in a micro-batch: hooks, copies, gather
 # and reduction. Measured on a Zen 4 core with one process of torch 2.13 and nine matrices a unit: 0.8 to 1.3 ms, beside 0.2 ms of
@@ -144,9 +146,13 @@ def predict_time(
     workload: Workload,
     host: Host,
     *,
+    kernel: AttentionKernel | None = None,
     memo: Memo | None = None,
 ) -> StepTime | None:
-    """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
+    """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink.
+
+    ``kernel``: of attention, in another program.
+    """
     memo = memo or Memo()
     key = (
         "rates",
@@ -159,7 +165,7 @@ def predict_time(
         plan.layout.tensor_parallel,
         plan.layout.context_parallel,
     )
-    rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan))
+    rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan, kernel=kernel))
     if rates is None:
         return None
     if plan.device != "cpu" or plan.layout != ALONE or host.num_nodes > 1:

@@ -40,7 +40,15 @@ from upshift.planning.inference.memory import (
     products_of,
     prompt_attention_flops,
 )
-from upshift.planning.inference.plan import WEIGHTS, Execution, InferenceWorkload, ReplicaShape, WeightPrecision, plain_bytes
+from upshift.planning.inference.plan import (
+    WEIGHTS,
+    Execution,
+    InferenceWorkload,
+    ReplicaShape,
+    WeightFormat,
+    WeightPrecision,
+    plain_bytes,
+)
 
 GPU_ATTENTION_SHARE = 0.6  # of the matrix rate: forward FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
 # Share of the bandwidth that reading the cache reaches. Split over the sequence, as in FlashDecoding and paged attention, it is a
@@ -344,6 +352,26 @@ class Engine:
         return host_seconds + max(self.launch_seconds - hidden, 0.0)
 
 
+# Weights of fewer bits are unpacked by the general units while they are read. The shares of plain weights' rate were measured on
+# an A100, which has 9.6 FLOPs of these units for a byte of its bandwidth. Another GPU has a share that is larger by its own
+# ratio. Units that compute either integers or half of its peak in fp32, as in 8.6, 8.9 and 9.0, count half (NVIDIA's architecture
+# papers).
+MEASURED_FLOPS_PER_BYTE = 19.5 / 2.039
+SHARED_INTEGER_UNITS = ((8, 6), (8, 9), (9, 0))
+# No kernel unpacks for nothing: on RTX 3090, RTX 4090 and L40S 4-bit weights reached 0.71 to 0.95 of the rate of plain ones.
+MOST_UNPACKED_SHARE = 0.85
+
+
+def _read_share(stored: WeightFormat, host: Host) -> float:
+    """Return the share of the rate of plain weights that reading these weights reaches."""
+    peak = host.gpu.peak if host.gpu is not None else None
+    if stored.read_share == 1.0 or host.gpu is None or peak is None or not peak.fp32 or not peak.memory_bytes_per_second:
+        return stored.read_share
+    units = 0.5 if host.gpu.compute_capability in SHARED_INTEGER_UNITS else 1.0
+    ratio = units * peak.fp32 / peak.memory_bytes_per_second / MEASURED_FLOPS_PER_BYTE
+    return min(stored.read_share * ratio, MOST_UNPACKED_SHARE)
+
+
 def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
     """Return an engine of the shape; None where the host's rate in this precision is unknown."""
     stored = WEIGHTS[shape.weights]
@@ -352,7 +380,7 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     rates = device_rates(host, shape.weights, stored.computes, shape.execution)
     if rates is None:
         return None
-    read_rate = rates.weights * stored.read_share * degree
+    read_rate = rates.weights * _read_share(stored, host) * degree
     unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
     head = profile.parameters.whole_head if workload.task == "generate" else 0
     prompt = workload.prompt_length

@@ -25,8 +25,18 @@ class Job(Value):
     clips_gradients: bool = True
 
 
+class Inexpressible(RequestError):
+    """A choice of the plan that a program's configuration has no word for. ``fixed``: assignments that make it expressible."""
+
+    def __init__(self, program: str, choices: str, fixed: tuple[str, ...]) -> None:
+        options = " ".join(f"--set {assignment}" for assignment in fixed)
+        self.problem = f"a configuration of {program} cannot express {choices}"
+        super().__init__(f"{self.problem}; plan for what it can, with {options}")
+        self.fixed = fixed
+
+
 def check_expressible(program: str, plan: Plan, allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Raise RequestError that names every choice of the plan that a program's configuration has no word for.
+    """Raise Inexpressible that names every choice of the plan that a program's configuration has no word for.
 
     ``allowed``: the values that it has words for, by field of the plan or of its layout. Fields that are not in it may have any
     value.
@@ -35,8 +45,7 @@ def check_expressible(program: str, plan: Plan, allowed: Mapping[str, Sequence[A
     if not wrong:
         return
     choices = ", ".join(f"{name}={_shown(value)}" for name, value in wrong.items())
-    fixed = " ".join(f"--set {name}={_shown(allowed[name][0])}" for name in wrong)
-    raise RequestError(f"a configuration of {program} cannot express {choices}; plan for what it can, with {fixed}")
+    raise Inexpressible(program, choices, tuple(f"{name}={_shown(allowed[name][0])}" for name in wrong))
 
 
 def choice_of(plan: Plan, name: str) -> Any:

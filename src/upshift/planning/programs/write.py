@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from upshift.atomic_file import write_whole
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
 from upshift.planning.programs import accelerate, axolotl, deepspeed
-from upshift.planning.programs.job import Job
+from upshift.planning.programs.job import Inexpressible, Job
+from upshift.planning.search.feasibility import JobMemory
+from upshift.planning.search.ranking import Candidate
+from upshift.planning.search.simplicity import simplest_first
 
 TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], dict[str, Any]]]] = {  # by program: default file, writer
     "accelerate": ("accelerate_config.yaml", accelerate.config_of),
@@ -37,8 +42,32 @@ def read_target(text: str, *, serves: bool) -> tuple[str, Path]:
     return program, target
 
 
+def best_for(program: str, planning: Planning, job: Job) -> Candidate:
+    """Return the best plan that a program's configuration can express. Raise Inexpressible if none of the plans can be."""
+    problem = why_inexpressible(program, planning.best, job)
+    if problem is None:
+        return planning.ranking.candidates[0]
+    expressible = [
+        candidate for candidate in planning.ranking.candidates if why_inexpressible(program, candidate.plan, job) is None
+    ]
+    if not expressible:
+        raise problem
+    job_memory = JobMemory(planning.host, planning.profile, planning.workload)
+    return simplest_first(replace(planning.ranking, candidates=expressible), fits=job_memory.fits).candidates[0]
+
+
+def why_inexpressible(program: str, plan: Plan, job: Job) -> Inexpressible | None:
+    """Return what a program's configuration has no word for; None if it has words for all."""
+    _, document_of = TRAINERS[program]
+    try:
+        document_of(plan, job)
+    except Inexpressible as problem:
+        return problem
+    return None
+
+
 def write_training(program: str, path: Path, plan: Plan, job: Job) -> None:
-    """Write a program's configuration for a plan. Raise RequestError for choices that it has no word for."""
+    """Write a program's configuration for a plan. Raise Inexpressible for choices that it has no word for."""
     _, document_of = TRAINERS[program]
     write_document(path, document_of(plan, job))
 

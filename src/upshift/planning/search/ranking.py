@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from upshift.hardware import AttentionKernel
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
 from upshift.planning.cost.communication import UnknownLink, link_advice
@@ -214,11 +215,12 @@ class Coster:
     """Predicts the costs of plans for one host, model and workload.
 
     It computes once what plans have in common: the traces of ranks that share layers, and the memory and time of one
-    micro-batch.
+    micro-batch. ``kernel``: of attention, in another program.
     """
 
-    def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
+    def __init__(self, host: Host, profile: ModelProfile, workload: Workload, *, kernel: AttentionKernel | None = None) -> None:
         self.host = host
+        self._kernel = kernel
         self.profile = profile
         self.workload = workload
         self._memo = Memo()
@@ -249,7 +251,9 @@ class Coster:
     def estimate_time(self, plan: Plan, estimate: MemoryEstimate) -> Candidate | Rejected:
         """Return the plan with its memory and its predicted time."""
         try:
-            time = predict_time(self.profile, estimate.trace, plan, self.workload, self.host, memo=self._memo)
+            time = predict_time(
+                self.profile, estimate.trace, plan, self.workload, self.host, kernel=self._kernel, memo=self._memo
+            )
         except UnknownLink as problem:
             return Rejected(plan, f"{problem} on {self.host.name}; {link_advice(self.host)}")
         if time is None:

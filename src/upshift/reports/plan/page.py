@@ -114,7 +114,7 @@ def summary(planning: Planning) -> str:
     limit = limit_gib(planning)
     low, high = numbers.interval or (None, None)
     limit_words = f" of {limit:.2f} GiB that may be held" if limit is not None else ""
-    interval_words = f" The step should take {low:.1f} to {high:.1f} times as long as predicted." if low and high else ""
+    interval_words = f" The step should take {low:.2f} to {high:.2f} times as long as predicted." if low and high else ""
     risk = numbers.out_of_memory_probability
     risk_words = f" The probability of running out of memory is {risk:.1%}." if risk is not None else ""
     return (

@@ -212,7 +212,8 @@ class RowBatch:
             if self.sides.get("labels") != "target":
                 lengths += [1] * schema.num_rows
                 continue
-            positions = torch.arange(1, schema.target_width + 1) * (batch["labels"] != IGNORED)
+            labels = batch["labels"]
+            positions = torch.arange(1, schema.target_width + 1, device=labels.device) * (labels != IGNORED)
             lengths += positions.amax(1).clamp(min=1).tolist()
         return lengths
 
@@ -301,10 +302,11 @@ class RowBatch:
         """Return rows whose sequences lie end to end. Positions start at 0 in each: from them transformers masks the others."""
         shape = (len(group.rows), group.width)
         # Padding is a separate text of a real token: the embedding of a padding token may have no finite gradient (collate.py).
-        inputs = torch.full(shape, int(self.batches[0]["input_ids"][0, 0]))
-        labels = torch.full(shape, IGNORED)
-        positions = torch.empty(shape, dtype=torch.long)
-        count = torch.arange(group.width)
+        first = self.batches[0]["input_ids"][0, 0]
+        inputs = torch.full(shape, int(first), device=first.device)  # the batches' own device: a copy to another one would wait
+        labels = torch.full(shape, IGNORED, device=first.device)
+        positions = torch.empty(shape, dtype=torch.long, device=first.device)
+        count = torch.arange(group.width, device=first.device)
         for number, members in enumerate(group.rows):
             filled = 0
             for member in members:

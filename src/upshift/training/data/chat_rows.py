@@ -14,7 +14,7 @@ from typing import Any
 
 from upshift.errors import RequestError
 from upshift.text import describe_other_part, join_names
-from upshift.training.data.data_options import LossOn
+from upshift.training.data.data_options import LearnedContents, LossOn
 from upshift.training.data.row_formats import (
     FUNCTIONS,
     MARGIN,
@@ -54,6 +54,8 @@ class Chat:
     num_prompt_messages: int | None = None
     has_answer: bool = True  # False: the column of the answer is empty, so there is nothing to learn
     loss_on: LossOn | None = None  # None: that of the run
+    learned_contents: LearnedContents = LearnedContents()  # if contents alone are learned
+    ends_with_eos: bool = False  # an answer of a pair ends with EOS in place of the white space that the template writes
 
     @property
     def num_characters(self) -> int:

@@ -31,7 +31,7 @@ from upshift.training.data.data_options import LossOn
 from upshift.training.data.rows.segment_tokens import SegmentEncoder
 from upshift.training.data.rows.segments import SegmentRow
 from upshift.training.data.rows.token_rows import IGNORED, TokenRow
-from upshift.training.data.rows.turn_contents import content_spans, content_tokens
+from upshift.training.data.rows.turn_contents import content_tokens, find_contents
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, with_special_tokens
 from upshift.training.data.text_files import check_text
 
@@ -219,6 +219,7 @@ class ChatEncoder:
                 yield row._replace(margin=margin)
             return
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
+        texts += [self._write_texts(answer) for answer in answers if isinstance(answer, Chat) and answer.ends_with_eos]
         if texts:
             wholes = self._tokenize_texts(texts)
             prompts = self._tokenize_prompts_of_texts(texts)
@@ -236,6 +237,18 @@ class ChatEncoder:
                 if not texts:
                     self._check_end(row, preference.place)
                 yield row
+
+    def _write_texts(self, chat: Chat) -> PromptCompletion:
+        """Return the texts of a prompt and an answer, without white space at the end."""
+        chat = self._writer.prepare(chat)
+        has_prompt = bool(chat.num_prompt_messages)
+        prompt = self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) if has_prompt else ""
+        whole = self._writer.write_whole(chat)
+        if not whole.startswith(prompt):
+            raise RequestError(
+                f"{chat.place}: the chat template writes the prompt in another way when an answer follows; remove answer_ends"
+            )
+        return PromptCompletion(place=chat.place, prompt=prompt, completion=whole.removeprefix(prompt).rstrip())
 
     def _check_margins(self, preferences: Sequence[PreferencePair]) -> None:
         """Raise RequestError if one row has a margin, and another one has none."""
@@ -272,8 +285,17 @@ class ChatEncoder:
             texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
         )
         for chat, text, ids, offsets in zip(chats, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            spans = content_spans(self._writer, chat, text, loss_on)
-            yield _labelled(ids, content_tokens(ids, offsets, spans, self._tokenizer.eos_token_id))
+            contents = find_contents(self._writer, chat, text, loss_on)
+            end_ids = ({self._tokenizer.eos_token_id}, self._ids_of_ends(chat.learned_contents.end_tokens))
+            yield _labelled(ids, content_tokens(ids, offsets, contents, end_ids, chat.learned_contents.ends))
+
+    def _ids_of_ends(self, end_tokens: tuple[str, ...]) -> set[int]:
+        """Return the ids of tokens that end a turn. Raise RequestError for a text that is not one token."""
+        ids = self._tokenize(end_tokens)
+        wrong = next((token for token, of_token in zip(end_tokens, ids, strict=True) if len(of_token) != 1), None)
+        if wrong is not None:
+            raise RequestError(f"turn_ends: {wrong!r} is not one token of this tokenizer; give its own token that ends a turn")
+        return {of_token[0] for of_token in ids}
 
     def _encode_by_characters(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
         """Yield the rows of chats. The tokenizer says which characters each token is made from."""

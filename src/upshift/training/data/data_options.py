@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -11,17 +12,23 @@ from upshift.errors import RequestError
 from upshift.planning.workload import RowsTogether
 from upshift.text import one_line
 from upshift.training.data.row_formats import PairObjective, RowFormat
+from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.value import Value
 
-CHATML = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-CHAT_TEMPLATES = {"chatml": CHATML}  # by name
 TEMPLATE_MARKS = ("{{", "{%")  # of Jinja
 LossOn = Literal["assistant", "assistant-content", "content", "all"]
 LongRows = Literal["cut", "split", "drop"]
+LearnedEnds = Literal["turn", "all", "last", "none"]
 ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
+
+
+@dataclass(frozen=True)
+class LearnedContents:
+    """Say of which roles the contents are learned, and which ends of turns."""
+
+    roles: tuple[str, ...] = ("assistant",)
+    ends: LearnedEnds = "turn"  # turn: those of learned turns; last: that of the last learned turn
+    end_tokens: tuple[str, ...] = ()  # that end a turn, beside EOS
 
 
 class DataOptions(Value):

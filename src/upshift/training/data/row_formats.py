@@ -209,7 +209,8 @@ def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin
     if formats == ["prompt-completion"] and LABEL in names:
         raise RequestError(
             f"{origin} holds preferences (completion and {LABEL}), which upshift train does not learn from: it would learn the "
-            f"bad answers, too; to train on all completions, add --data-format {formats[0]}; {list_columns(names)}"
+            f"bad answers, too; to learn from them, use upshift.trl.KTOTrainer in a script; to train on all completions, add "
+            f"--data-format {formats[0]}; {list_columns(names)}"
         )
 
 

@@ -45,13 +45,14 @@ from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
+from upshift.training.batches.generated_rows import GENERATES
 from upshift.training.batches.stand_ins import WholeRows
 from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.arguments import OPT_IN_FIELDS
 from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.hf_trainer.loss_state import DataWatch
+from upshift.training.hf_trainer.loss_state import DataWatch, StateSnapshot
 from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
@@ -169,6 +170,15 @@ def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
     if examples is iter(dataset):
         raise NoSample("the training data gives one iterator, which can be read once only")
     return islice(examples, count)
+
+
+def draw_prompts(dataset: Any) -> list[Any]:
+    """Return examples of a data set of prompts, which stays as it is. Raise NoSample if reading would use it up."""
+    state = StateSnapshot(dataset=dataset)
+    try:
+        return list(_draw_examples(dataset, MAX_EXAMPLES))
+    finally:
+        state.restore()
 
 
 def length_histogram(rows: RowBatch) -> LengthHistogram:
@@ -423,8 +433,8 @@ def plan_fields(plan: Plan) -> tuple[str, ...]:
     return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 
-def why_not_for_whole_batches(plan: Plan, num_layers: int) -> str | None:
-    """Return why a plan that leaves batches whole cannot be this one, or None.
+def why_not_for_whole_batches(plan: Plan, num_layers: int, reason: str) -> str | None:
+    """Return why a plan that leaves batches whole for a reason cannot be this one, or None.
 
     A script's loss may switch activation checkpointing off for a reference model, and then on for all layers. It may also
     replace the model's forward, so only layers are compiled.
@@ -432,6 +442,8 @@ def why_not_for_whole_batches(plan: Plan, num_layers: int) -> str | None:
     recomputes_all = plan.activation_checkpointing == num_layers and plan.recompute_granularity == "full"
     if plan.activation_checkpointing and not recomputes_all:
         return "the script's loss may switch activation checkpointing of all layers, so a plan recomputes all layers or none"
+    if plan.torch_compile != "off" and reason == GENERATES:
+        return "generation calls the same layers for each token, and compiled layers would be compiled again for other lengths"
     if plan.torch_compile == "model":
         return "the script's loss may call the model in several ways, so only layers are compiled"
     return None

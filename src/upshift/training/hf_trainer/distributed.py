@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.hardware.spec import Host
 from upshift.internals.transformers_names import FSDP_MANAGED
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.planner import find_host
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.distributed.fsdp import reshard_weights, shard_weights, sharded_modules
 from upshift.training.distributed.mesh import Mesh, init_mesh
@@ -33,7 +35,7 @@ from upshift.training.distributed.weight_update import (
     make_update_sharding,
     sum_gradients_over_job,
 )
-from upshift.training.hf_trainer.arguments import extract_fsdp, use_cpu_with_ranks
+from upshift.training.hf_trainer.arguments import extract_fsdp, local_ranks, use_cpu_with_ranks
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.hf_trainer.step import StepExchange, gather_objects, to_host
@@ -108,6 +110,20 @@ class DistributedTraining(LibraryTrainer):
     @property
     def _upshift_has_ranks(self) -> bool:
         return bool(self.args.world_size > 1)
+
+    def _upshift_host(self, *, probe: bool) -> Host:
+        """Return the host of all ranks.
+
+        Other hosts are assumed to have as many ranks and the same devices, because the ranks of transformers tell no more.
+        """
+        host = find_host(None, probe=probe)
+        world_size = self.args.world_size
+        if world_size == 1:
+            return host.one_device()
+        num_local = local_ranks()
+        if 0 < num_local < host.gpus_per_node:
+            host = host.one_device() if num_local == 1 else host.changed(gpus_per_node=num_local)
+        return host.changed(num_nodes=world_size // num_local) if world_size > num_local else host
 
     # The model
 

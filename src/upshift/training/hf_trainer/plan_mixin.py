@@ -25,7 +25,7 @@ from upshift.models.adapter import base_of, planned_part
 from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Attention, Plan
-from upshift.planning.planner import find_host
+from upshift.training.batches.generated_rows import GENERATES, forward_seconds, generated_rows
 from upshift.training.batches.model_calls import StepCalls
 from upshift.training.batches.stand_ins import find_rows
 from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch
@@ -40,7 +40,6 @@ from upshift.training.hf_trainer.arguments import (
     fixed_fields,
     given_precision,
     layout_fields,
-    local_ranks,
     optimizer_name,
     refuse_contradictions,
     why_unsupported,
@@ -56,6 +55,7 @@ from upshift.training.hf_trainer.choose_plan import (
     check_layer_drop,
     check_plan,
     choose,
+    draw_prompts,
     draw_sample,
     no_plan_reason,
     plain_plan,
@@ -110,6 +110,7 @@ class PlanMixin(LibraryTrainer):
 
     args: Any
     data_collator: Any
+    train_dataset: Any
     state: Any
     model: Any
     _prepare_inputs: Any
@@ -129,6 +130,7 @@ class PlanMixin(LibraryTrainer):
         def _upshift_has_own_step(self) -> bool: ...
         @property
         def _upshift_has_ranks(self) -> bool: ...
+        def _upshift_host(self, *, probe: bool) -> Host: ...
 
     def _upshift_choose(self) -> tuple[Choice, Split]:
         """Return the plan, and how the loss splits over the rows of a batch.
@@ -170,8 +172,7 @@ class PlanMixin(LibraryTrainer):
             reason = f"optim={optimizer_name(self.args)} updates inside the backward pass"
             return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
         if is_own(self, PREPARE_INPUTS.attribute, self._upshift_library_class):
-            reason = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
-            return self._upshift_keep_settings(plain, reason, options.is_demanded), Split(None)
+            return self._upshift_choose_for_generated_rows(plain, self._upshift_total_steps(loader))
         # Data sets and collators may draw random numbers of their own.
         data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
         try:
@@ -215,6 +216,19 @@ class PlanMixin(LibraryTrainer):
         if self._upshift_uses_script_loss:
             refuse_other_values(chosen, WHOLE_LOGITS, "the script's own loss may read all logits")
 
+    def _upshift_choose_for_generated_rows(self, plain: Plan, total_steps: int) -> tuple[Choice, Split]:
+        """Choose a plan for the training on rows that the trainer generates, or the user's own settings with the reason."""
+        split = Split(None, reason=GENERATES)
+        try:
+            rows = generated_rows(self, partial(draw_prompts, self.train_dataset))
+        except (InseparableRows, NoSample) as error:
+            return self._upshift_keep_settings(plain, str(error), self._upshift_planned.is_demanded), split
+        sample = Sample([dict(rows.batch)], seconds_per_batch=0.0)
+        num_batches = total_steps * self.args.gradient_accumulation_steps
+        run_seconds = STEP_TO_FORWARD_RATIO * num_batches * forward_seconds(self.model, rows.batch)
+        choice = self._upshift_choose_for_whole_batches(plain, sample, split, total_steps, run_seconds)
+        return (choice if choice.planning is None else replace(choice, covers=rows.covers)), split
+
     def _upshift_choose_for_whole_batches(
         self, plain: Plan, sample: Sample, split: Split, total_steps: int, run_seconds: float
     ) -> Choice:
@@ -256,7 +270,7 @@ class PlanMixin(LibraryTrainer):
             global_batch=whole.num_at_once * accumulation,
             fixed=fixed if whole.frees_attention else self._upshift_fix_attention(fixed),
             keeps_batches=True,
-            why_not=lambda plan: why_not_for_whole_batches(plan, num_layers) or self._upshift_why_not(plan),
+            why_not=lambda plan: why_not_for_whole_batches(plan, num_layers, split.reason) or self._upshift_why_not(plan),
         )
         try:
             choice = choose(request, on_trial=lambda tried: print_line(format_trial(tried)))
@@ -279,7 +293,8 @@ class PlanMixin(LibraryTrainer):
             own_step=self._upshift_has_own_step,
             reason=reason,
         )
-        problem = why_not_of_model(plan, base_of(self._upshift_part)) or why_not_for_whole_batches(plan, self._upshift_num_layers)
+        problem = why_not_of_model(plan, base_of(self._upshift_part))
+        problem = problem or why_not_for_whole_batches(plan, self._upshift_num_layers, reason)
         if problem is not None:
             raise RequestError(f"the given plan is not possible: {problem}")
         return Choice(plan, f"this plan was given, and the batches stay whole: {reason}", is_given=True)
@@ -520,20 +535,6 @@ class PlanMixin(LibraryTrainer):
         if not is_precision_fixed and self._upshift_opens_autocast:
             fixed.append("precision=fp32")  # the script's own autocast chooses; the plan adds none
         return tuple(fixed) if self._upshift_model_attention == "sdpa" else self._upshift_fix_attention(tuple(fixed))
-
-    def _upshift_host(self, *, probe: bool) -> Host:
-        """Return the host of all ranks.
-
-        Other hosts are assumed to have as many ranks and the same devices, because the ranks of transformers tell no more.
-        """
-        host = find_host(None, probe=probe)
-        world_size = self.args.world_size
-        if world_size == 1:
-            return host.one_device()
-        num_local = local_ranks()
-        if 0 < num_local < host.gpus_per_node:
-            host = host.one_device() if num_local == 1 else host.changed(gpus_per_node=num_local)
-        return host.changed(num_nodes=world_size // num_local) if world_size > num_local else host
 
     def _upshift_why_not(self, plan: Plan) -> str | None:
         """Return why this model, or the Trainer, cannot run a plan, or None."""

@@ -15,10 +15,11 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
-from upshift.training.data.data_options import LossOn
+from upshift.training.data.data_options import LearnedContents, LearnedEnds, LossOn
 from upshift.training.data.row_formats import PREFERENCE, RowFormat
 from upshift.training.data.rows.instruction_prompts import PROMPTS, InstructionPrompt, check_places, find_prompt
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS, PairPrompt, find_pair_prompt
 from upshift.training.data.rows.row_slice import RowSlice, read_split
 from upshift.training.data.rows.turn_templates import TurnWriter
 from upshift.value import Value
@@ -27,6 +28,7 @@ KEY = "data_sets"
 SUFFIXES = (".yaml", ".yml")
 AXOLOTL = "axolotl/"
 LLAMA_FACTORY = "llama-factory/"
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class DataSet(Value):
@@ -44,12 +46,21 @@ class DataSet(Value):
     system: str | None = Field(None, description="the system message of rows without one, with a template of turns")
     thinks: bool = Field(True, description="keep the thoughts of answers, with a template of turns")
     loss_on: LossOn | None = Field(None, description="what is learned; None: --loss-on says it")
-
     learned_turns: Literal["all", "last"] = Field("all", description="the turns of the assistant that are learned")
+    learned_roles: tuple[Role, ...] = Field(
+        ("assistant",), description="whose contents are learned, with loss_on assistant-content"
+    )
+    learned_ends: LearnedEnds = Field("turn", description="the ends of turns that are learned, with loss_on assistant-content")
+    answer_ends: Literal["template", "eos"] = Field("template", description="what ends the answers of a pair")
+    turn_ends: tuple[str, ...] = Field((), description="tokens that end a turn, beside EOS, with loss_on assistant-content")
 
     @property
     def learns_last_only(self) -> bool:
         return self.learned_turns == "last"
+
+    @property
+    def learned_contents(self) -> LearnedContents:
+        return LearnedContents(self.learned_roles, self.learned_ends, self.turn_ends)
 
     @property
     def rows(self) -> RowSlice:
@@ -58,9 +69,15 @@ class DataSet(Value):
     @property
     def instruction_prompt(self) -> InstructionPrompt | None:
         """Return the prompt of an instruction and its answer, or None for another template."""
-        if self.prompt is None and self.template is not None and self.template.startswith(AXOLOTL):
+        is_named = self.template is not None and self.template.startswith(AXOLOTL) and self.pair_prompt is None
+        if self.prompt is None and self.template is not None and is_named:
             return find_prompt(self.template.removeprefix(AXOLOTL))
         return self.prompt
+
+    @property
+    def pair_prompt(self) -> PairPrompt | None:
+        """Return what writes the texts of a pair of answers, or None for another template."""
+        return find_pair_prompt((self.template or "").removeprefix(AXOLOTL))
 
     @property
     def turn_writer(self) -> TurnWriter | None:
@@ -72,7 +89,7 @@ class DataSet(Value):
 
     def check(self, origin: str) -> None:
         """Raise RequestError for a template that does not exist, and for answers that exclude each other."""
-        names = [f"{AXOLOTL}{name}" for name in PROMPTS] + [f"{LLAMA_FACTORY}{name}" for name in TEMPLATES]
+        names = [f"{AXOLOTL}{name}" for name in (*PROMPTS, *PAIR_PROMPTS)] + [f"{LLAMA_FACTORY}{name}" for name in TEMPLATES]
         if self.template is not None and self.template not in names:
             raise RequestError(
                 f"{origin}: template {self.template!r} is not known{did_you_mean(self.template, names)}; docs/data.md lists the "
@@ -80,16 +97,33 @@ class DataSet(Value):
             )
         if not self.path:
             raise RequestError(f"{origin} has an empty path; give that of a file or a folder")
+        if self.pair_prompt is not None and self.format != PREFERENCE:
+            raise RequestError(f"{origin}: template {self.template} writes pairs of answers; add format: {PREFERENCE}")
         if self.template is not None and self.prompt is not None:
             raise RequestError(f"{origin} has a template and a prompt; give one of them")
         if self.learns_last_only and (self.loss_on in ("content", "all") or self.format == PREFERENCE):
             other = f"format {PREFERENCE}" if self.format == PREFERENCE else f"loss_on {self.loss_on}"
             raise RequestError(f"{origin} has learned_turns last and {other}; leave one of the two out")
+        if self.answer_ends == "eos" and (self.format != PREFERENCE or self.template is not None):
+            raise RequestError(f"{origin} has answer_ends, which needs format: {PREFERENCE} without a template")
+        self._check_contents(origin)
         if self.prompt is not None:
             check_places(self.prompt.with_input, ("instruction", "input"), f"{origin}: with_input")
             check_places(self.prompt.without_input, ("instruction",), f"{origin}: without_input")
             check_places(self.prompt.system, ("system",), f"{origin}: system")
         _ = self.rows
+
+    def _check_contents(self, origin: str) -> None:
+        """Raise RequestError for keys of learned contents that would have no effect."""
+        plain = {"learned_roles": ("assistant",), "learned_ends": "turn", "turn_ends": ()}
+        given = [name for name, value in plain.items() if getattr(self, name) != value]
+        learns_contents = self.loss_on in ("assistant-content", "content")
+        if given and (not learns_contents or self.template is not None or self.prompt is not None):
+            raise RequestError(f"{origin} has {given[0]}, which needs loss_on assistant-content, without a template and a prompt")
+        if self.loss_on == "content" and "learned_roles" in given:
+            raise RequestError(f"{origin} has loss_on content and learned_roles; leave one of the two out")
+        if not self.learned_roles:
+            raise RequestError(f"{origin}: learned_roles is empty, so nothing is learned; give such as [assistant]")
 
 
 class Described(NamedTuple):

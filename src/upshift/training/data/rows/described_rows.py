@@ -13,6 +13,7 @@ from upshift.training.data.row_formats import PREFERENCE, Columns, list_columns
 from upshift.training.data.rows.data_set import DataSet
 from upshift.training.data.rows.segments import SegmentRow
 
+Answer = Chat | PromptCompletion | SegmentRow
 ChatDocument = Chat | PromptCompletion | PreferencePair | SegmentRow
 MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 QUESTION_COLUMNS = ("instruction", "input", "history", "messages", "system")  # that the prompt of a pair is made from
@@ -24,6 +25,7 @@ class RowReader:
     def __init__(self, data_set: DataSet) -> None:
         self._data_set = data_set
         self._prompt = data_set.instruction_prompt
+        self._pair_prompt = data_set.pair_prompt
         self._writer = data_set.turn_writer
 
     @property
@@ -43,10 +45,16 @@ class RowReader:
 
     def renamed(self, names: Collection[str]) -> dict[str, str]:
         """Return our names of the columns that are read, by the data's names."""
-        columns = self._data_set.columns
+        columns = self._columns_of(names)
         if not columns:
             return {name: name for name in names}
         return {theirs: ours for ours, theirs in columns.items() if theirs in names}
+
+    def _columns_of(self, names: Collection[str]) -> dict[str, str]:
+        """Return the data's names of columns by ours, or nothing if they have our names."""
+        if self._pair_prompt is not None and not self._data_set.columns:
+            return self._pair_prompt.columns_of(names)
+        return self._data_set.columns
 
     def makes_prompt_of(self, name: str) -> bool:
         """Return whether the prompt of a pair of answers is made from this column, by our name."""
@@ -54,12 +62,14 @@ class RowReader:
 
     def needed_of(self, names: Collection[str], columns: Columns) -> list[str]:
         """Return the data's names of the columns that a row is read from."""
-        used = set(self._data_set.columns or columns.of_chat(list(names)))
+        used = set(self._columns_of(names) or columns.of_chat(list(names)))
         return [theirs for theirs, ours in self.renamed(names).items() if ours in used]
 
     def rename(self, record: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a row with our names of columns, fields of messages, and roles."""
         row = {ours: record[theirs] for theirs, ours in self.renamed(record).items()}
+        if self._pair_prompt is not None:
+            return self._pair_prompt.texts_of(row, place)
         if self._data_set.message_fields or self._data_set.roles:
             for name in MESSAGE_COLUMNS:
                 if name in row:
@@ -79,6 +89,10 @@ class RowReader:
             self.check_columns(record, place)
             return self._prompt.segments_of(record, place)
         row = read_chat(record, columns, place)
+        if isinstance(row, Chat):
+            row = replace(row, learned_contents=self._data_set.learned_contents)
+        if self._data_set.answer_ends == "eos" and isinstance(row, PreferencePair):
+            row = replace(row, chosen=_with_eos(row.chosen), rejected=_with_eos(row.rejected))
         if self._data_set.learns_last_only and isinstance(row, Chat):
             row = _with_last_turn_learned(row)
         if self._writer is not None and isinstance(row, PreferencePair):
@@ -108,6 +122,10 @@ class RowReader:
         if isinstance(renamed.get("weight"), bool):
             renamed["weight"] = int(renamed["weight"])
         return renamed
+
+
+def _with_eos(answer: Answer) -> Answer:
+    return replace(answer, ends_with_eos=True) if isinstance(answer, Chat) else answer
 
 
 def _with_last_turn_learned(chat: Chat) -> Chat:
