@@ -42,7 +42,7 @@ from tiny_models import every_model
 from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import describe, detect
-from upshift.models.tasks import TASKS
+from upshift.models.tasks import TASKS, ModelTask
 
 ROOT = Path(__file__).parents[1]
 HOST = "epyc-7763"  # plans are for this machine, wherever the case runs
@@ -244,6 +244,11 @@ COMMANDS = {  # of the cells that a command of its own runs
 }  # fmt: skip
 
 
+def _trained_on(task: ModelTask) -> str:
+    """Return what ``upshift train`` trains the models of a task on, if it makes no plan for their loss."""
+    return f"the model's own, on {task.trained_on}" if task.trained_on else "none"
+
+
 def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     """Return the page of what runs what: the table of tasks, and how many model types of each task a command runs."""
     tried = {key: row for key, row in rows.items() if "cells" in row}
@@ -255,7 +260,7 @@ def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "| task | Auto class | preprocessor | output | loss that `upshift train` uses |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     lines += [
-        f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or 'none'} |"
+        f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or _trained_on(task)} |"
         for task in TASKS
     ]
     lines += [

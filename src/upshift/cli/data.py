@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -30,6 +30,11 @@ from upshift.cli.options import (
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
 from upshift.cli.usage.help_page import Panel
 from upshift.training.arguments import SEEDS
+
+if TYPE_CHECKING:
+    from upshift.models.source import ModelSource
+    from upshift.training.data.data_options import DataOptions
+    from upshift.training.media.prepare import MediaModel
 
 app = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
@@ -79,8 +84,13 @@ def show(
     from upshift.models.source import find_model_to_train
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
+    from upshift.training.media.prepare import find_media_model
 
     source = find_model_to_train(model, has_reward_head=options.has_reward_head)
+    media = find_media_model(source, data, options)
+    if media is not None:
+        _show_media(source, media, data, options, sequence_length=sequence_length, rows=rows)
+        return
     prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
         tables.dim(_title(number, has_pairs=options.has_pairs))
@@ -96,6 +106,22 @@ def show(
         f"{counts.num_tokens:,} tokens; {'compared' if options.has_pairs else 'trained on'}: {learned}",
         highlight=False,
     )
+
+
+def _show_media(
+    source: ModelSource, media: MediaModel, data: str, options: DataOptions, *, sequence_length: int | None, rows: int
+) -> None:
+    """Print the first rows of images or sounds, with what the model learns, and count the rows."""
+    from upshift.training.data.show import TextPart
+    from upshift.training.media.prepare import prepare_media
+
+    prepared = prepare_media(source, media, data, options, sequence_length=sequence_length)
+    for number in range(min(rows, len(prepared.training))):
+        tables.dim(f"row {number + 1}")
+        parts = [TextPart(text, is_learned) for text, is_learned in prepared.describe(prepared.training[number])]
+        tables.out.print(_marked_text(parts), soft_wrap=True)
+    evaluated = len(prepared.evaluation or ())
+    tables.out.print(f"{len(prepared.training):,} rows to train on, {evaluated:,} to evaluate on", highlight=False)
 
 
 def _title(number: int, *, has_pairs: bool) -> str:

@@ -40,8 +40,9 @@ def refuse_options(query: str | None, task: str | None, max_latency_ms: float | 
 def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:
     """Encode the images and sounds of a folder or of JSON lines. Refuse bad files before the model is loaded."""
     from upshift.inference.encoding.files import check_vector_output
-    from upshift.inference.media.files import check_media, read_media
+    from upshift.inference.media.files import read_media
     from upshift.inference.weights import find_weights
+    from upshift.loading.media_files import check_media
 
     check_vector_output(path, output, overwrite=options.overwrite)
     items = read_media(path)

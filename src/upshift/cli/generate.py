@@ -195,9 +195,10 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     _refuse_for_sounds(given)
     model, prompts, output = given["model"], given["prompts"], given["output"]
     max_new_tokens = given["max_new_tokens"]
-    from upshift.inference.media.files import check_media, read_media
+    from upshift.inference.media.files import read_media
     from upshift.inference.resumable_output import UnfinishedLines, check_output, output_identity
     from upshift.inference.weights import files_identity, find_weights
+    from upshift.loading.media_files import check_media
 
     if output is None:
         raise RequestError(f"--prompts {prompts} has sounds, and no --output; add --output FILE.jsonl")

@@ -149,7 +149,7 @@ class RunDisplay:
         memory = format_bytes(event.resident_bytes)
         if self.predicted_bytes and self._is_wide:
             memory += f" of {format_bytes(self.predicted_bytes)} predicted"
-        speed = f"{event.tokens_per_second:,.0f} tokens/s"
+        speed = f"{event.tokens_per_second:,.0f} {event.unit}/s"
         rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
         text = f"loss {event.loss:.3f}{rewards} · {speed} · {format_seconds(event.seconds_left)} left · {memory}"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
@@ -174,7 +174,7 @@ def _rewards_text(accuracy: float | None, margin: float | None) -> str:
 
 def _held_out_text(event: Any) -> str:
     rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
-    return f"held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{rewards}"
+    return f"held-out loss after {event.tokens:,} {event.unit}: {event.loss:.4f}{rewards}"
 
 
 def _reference_started_text(event: Any) -> str:

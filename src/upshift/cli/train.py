@@ -375,8 +375,9 @@ def _is_first_rank() -> bool:
 def _print_record(record: Record, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
-    elif record.predicted is not None and record.measured is not None:
-        tables.out.print(tables.prediction_table(record.predicted, record.measured))
+    elif record.measured is not None:
+        if record.predicted is not None:
+            tables.out.print(tables.prediction_table(record.predicted, record.measured))
         step = record.details["model_step"]
         for rewarded_step, accuracy, margin in record.details.get("evaluation_rewards", ()):
             if rewarded_step == step:

@@ -75,6 +75,11 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
             f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
             "Upshift plans for one row an example"
         )
+    if architecture.task is not None and architecture.task.trained_on:
+        raise RequestError(
+            f"{reference!r} ({name}) is trained on {architecture.task.trained_on} by upshift train alone, which makes no plan "
+            f"before the run; upshift inspect {reference} --placement says what of it goes where"
+        )
     objectives = ", ".join(str(task.objective) for task in TRAINED)
     raise RequestError(
         f"{reference!r} ({name}) has no loss that Upshift trains; the kinds are {objectives}{_trainable_alternatives(config)}; "
@@ -194,18 +199,18 @@ def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
         has_text_part = objective == "image-classification" and hasattr(config, "text_config")  # of texts and images
         if fits_kind and not is_decoder and not has_text_part:
             return Architecture(trainable, task)
-    model_class = next(_classes_for(FEATURES, config), None)
+    model_class = next(find_classes(FEATURES, config), None)
     return None if model_class is None else Architecture(model_class, FEATURES)
 
 
 def _trainable_classes(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel], ModelTask]]:
     """Yield the trainable classes that transformers has for this model_type, in the order of TASKS."""
     for task in TRAINED:
-        for model_class in _classes_for(task, config):
+        for model_class in find_classes(task, config):
             yield model_class, task
 
 
-def _classes_for(task: ModelTask, config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+def find_classes(task: ModelTask, config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """Yield the classes that transformers lists for a task and this model_type, and that take its config."""
     for name in task.classes_of(config.model_type):
         model_class = getattr(transformers, name, None)

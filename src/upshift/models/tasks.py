@@ -27,6 +27,7 @@ class ModelTask(NamedTuple):
     output: Output
     objective: Objective | None = None  # the loss that Upshift trains; None: it trains none
     peft_type: str = ""  # peft's name of the task
+    trained_on: str = ""  # what `upshift train` trains its models on without a plan of its own; empty: on nothing
 
     @property
     def class_names(self) -> frozenset[str]:
@@ -103,7 +104,12 @@ TASKS = (
         "multiple-choice", "AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES", "AutoTokenizer", "label"
     ),
     ModelTask(
-        "image-text-to-text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "AutoProcessor", "text"
+        "image-text-to-text",
+        "AutoModelForImageTextToText",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+        "AutoProcessor",
+        "text",
+        trained_on="chats with images",
     ),
     ModelTask(
         "automatic-speech-recognition",
@@ -111,15 +117,24 @@ TASKS = (
         "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
         "AutoProcessor",
         "text",
+        trained_on="sounds with texts",
     ),
     ModelTask("any-to-any", "AutoModelForMultimodalLM", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "AutoProcessor", "text"),
-    ModelTask("automatic-speech-recognition", "AutoModelForCTC", "MODEL_FOR_CTC_MAPPING_NAMES", "AutoProcessor", "token scores"),
+    ModelTask(
+        "automatic-speech-recognition",
+        "AutoModelForCTC",
+        "MODEL_FOR_CTC_MAPPING_NAMES",
+        "AutoProcessor",
+        "token scores",
+        trained_on="sounds with texts",
+    ),
     ModelTask(
         "audio-classification",
         "AutoModelForAudioClassification",
         "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
         "AutoFeatureExtractor",
         "label",
+        trained_on="sounds with labels",
     ),
     ModelTask(
         "video-classification",

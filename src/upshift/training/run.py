@@ -39,6 +39,7 @@ from upshift.training.job.job import Job, TrainingData, check_evaluations, prepa
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_resumed_data, check_run_file
+from upshift.training.media.prepare import MediaModel, find_media_model
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
@@ -269,12 +270,22 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     with ExitStack() as output_lock:  # of several ranks, the first makes the job and holds the lock
         if request.report_to:
             watcher = _with_trackers(request, watcher, output_lock)
+        media = find_media_model(request.source(), request.data, request)
+        if media is not None:
+            output_lock.enter_context(claimed(request.output))
+            return _train_media(request, media, watcher)
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
         job, prepared = _prepare_job(request, watcher, output_lock)
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
+
+
+def _train_media(request: TrainRequest, media: MediaModel, watcher: Watcher) -> Record:
+    from upshift.training.media.run import MediaWatcher, run_media  # it imports accelerate, which text does not need
+
+    return run_media(request, media, MediaWatcher(watcher.checked, watcher.tokenizing, watcher.event))
 
 
 def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) -> Watcher:

@@ -116,7 +116,7 @@ class RunTrackers:
             self._send_step(event)
         elif isinstance(event, Evaluated):
             rewards = _reward_logs(event.reward_accuracy, event.reward_margin, prefix="eval_")
-            self._send(event.step, {"eval_loss": event.loss, "num_input_tokens_seen": event.tokens, **rewards})
+            self._send(event.step, {"eval_loss": event.loss, _seen_name(event.unit): event.tokens, **rewards})
         elif isinstance(event, Finished):
             self._send(event.step, {"train_runtime": event.seconds})
 
@@ -127,8 +127,8 @@ class RunTrackers:
         logs = {
             "loss": event.logged_loss if event.logged_loss is not None else event.loss,
             "learning_rate": event.learning_rate,
-            "tokens_per_second": event.tokens_per_second,
-            "num_input_tokens_seen": event.tokens,
+            f"{event.unit}_per_second": event.tokens_per_second,
+            _seen_name(event.unit): event.tokens,
         }
         if event.gradient_norm is not None:
             logs["grad_norm"] = event.gradient_norm
@@ -175,6 +175,11 @@ def _warning_of_failure(failed: set[str], name: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """Return the first line of an error's message, or its class if there is none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _seen_name(unit: str) -> str:
+    """Return the name of the number of tokens that were seen, as transformers has it, or of another unit."""
+    return f"num_input_{unit}_seen"
 
 
 def _reward_logs(accuracy: float | None, margin: float | None, *, prefix: str = "") -> dict[str, float]:

@@ -15,8 +15,8 @@ from image_models import COLORS, save_llava
 from upshift.errors import RequestError
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.media import MediaPrompts, read_image
-from upshift.inference.media.files import MediaItem
-from upshift.inference.media.files import read_image as read_row
+from upshift.loading.media_files import MediaItem
+from upshift.loading.media_files import read_image as read_row
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 NEEDS_PILLOW = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")

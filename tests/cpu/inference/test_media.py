@@ -17,12 +17,12 @@ from test_encode import MINILM
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference import image_files, registry
-from upshift.inference.media import files as media_files
+from upshift.inference import registry
 from upshift.inference.media.encoder import MediaEncoder
-from upshift.inference.media.files import MediaItem, read_sound
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.registry import EngineSetup
+from upshift.loading import media_files
+from upshift.loading.media_files import MediaItem, read_sound
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30522, "max_position_embeddings": 64}
@@ -266,8 +266,7 @@ def test_a_sound_is_the_mean_of_its_channels(tmp_path: Path, monkeypatch: pytest
     np.testing.assert_allclose(sound.samples, np.array([2000, -1000]) / 2**15, atol=1e-7)
     other = tmp_path / "song.flac"
     other.write_bytes(b"fLaC")
-    for module in (media_files, image_files):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(media_files, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="soundfile"):
         read_sound(MediaItem("audio", str(other), "here"))
     with pytest.raises(MissingExtra, match="Pillow"):

@@ -12,9 +12,10 @@ import transformers
 from command import Command
 from test_media import SPEECH, WHISPER, write_sound
 
-from upshift.inference.media import files as media_files
-from upshift.inference.media.files import MediaItem, read_media, read_sound_at
+from upshift.inference.media.files import read_media
 from upshift.inference.media.speech import Transcriber
+from upshift.loading import media_files
+from upshift.loading.media_files import MediaItem, read_sound_at
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 RATE = 16_000
@@ -151,9 +152,7 @@ def test_a_tone_keeps_its_pitch_and_strength_at_another_rate(rate: int, tmp_path
         assert np.abs(read(10_000)[500:-500]).max() < 1e-3
 
 
-def test_another_rate_needs_soxr(
-    whisper: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_rate_needs_soxr(whisper: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     write_sound(folder / "other.wav", np.zeros(44_100), rate=44_100)

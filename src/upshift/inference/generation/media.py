@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.inference.image_files import read_image_file
 from upshift.inference.resumable_output import is_text
+from upshift.loading.media_files import read_image_file
 from upshift.models.source import ModelSource
 from upshift.models.tasks import inputs_of
 from upshift.text import one_line

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import transformers.modeling_utils  # noqa: F401  import once for all engines
 
-from upshift.inference.media.files import MediaItem
 from upshift.inference.media.model import MediaConfig
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.early_stopping import EarlyStopping, serve_race
 from upshift.inference.race.rows import run_row_setup
 from upshift.inference.race.types import RaceRequest, RaceResult, Run
 from upshift.inference.registry import EngineSetup
+from upshift.loading.media_files import MediaItem
 
 
 def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping) -> list[Run]:

@@ -9,14 +9,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
-from upshift.inference.media.files import (
-    FORMS,
-    MODALITIES,
-    MediaItem,
-    check_media,
-    check_sounds,
-    modality_of,
-)
+from upshift.inference.media.files import FORMS, MODALITIES
 from upshift.inference.media.model import MediaInputs, read_media_config
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.policy import RacePolicy
@@ -24,6 +17,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_quality, read_seconds
 from upshift.inference.resumable_output import is_text
 from upshift.inference.weights import check_requested_engine, find_weights, stored_for
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, modality_of
 from upshift.models.config import label_names
 
 SAMPLE_ITEMS = 32  # items that a race runs on

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from upshift.errors import RequestError
-from upshift.inference.media.files import MODALITIES, MediaItem, Modality, read_image, read_sound_at
+from upshift.inference.media.files import MODALITIES
 from upshift.inference.weights import stored_for
 from upshift.loading.load import load_source
+from upshift.loading.media_files import MediaItem, Modality, read_image, read_sound_at
 from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
 from upshift.models.tasks import FEATURES, inputs_of, tasks_of

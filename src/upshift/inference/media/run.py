@@ -9,10 +9,10 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.media.engines.base import Arrays, MediaBuild, MediaEngine
-from upshift.inference.media.files import MediaItem, Modality
 from upshift.inference.media.model import MediaConfig, MediaInputs
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder
+from upshift.loading.media_files import MediaItem, Modality
 from upshift.models.source import ModelSource
 
 READ_AHEAD = 64  # items whose inputs are in memory at once

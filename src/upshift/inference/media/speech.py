@@ -14,9 +14,9 @@ import torch
 
 from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
-from upshift.inference.media.files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
 from upshift.inference.media.model import MediaInputs, load_model
 from upshift.inference.weights import find_weights, stored_for
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
 from upshift.models.build import find_architecture
 from upshift.models.tasks import tasks_of
 from upshift.text import one_line

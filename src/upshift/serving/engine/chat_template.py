@@ -16,8 +16,8 @@ from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media
-from upshift.inference.image_files import read_image_file
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
+from upshift.loading.media_files import read_image_file
 from upshift.serving.messages import PromptEnding, TemplateOptions
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes

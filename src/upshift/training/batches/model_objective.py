@@ -20,7 +20,8 @@ def find_objective(source: ModelSource, *, tokenizer: Any = None, has_rewards: b
     model_class, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm") and not (has_rewards and kind == "sequence-classification"):
         raise RequestError(
-            f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
+            f"{source.reference!r} trains on {kind}, and text is for causal-lm, masked-lm and seq2seq-lm; give such a model, or "
+            "rows of images with labels to upshift train"
         )
     vocab_size = config.get_text_config().vocab_size
     if tokenizer is None:

@@ -320,9 +320,11 @@ class TemplateWriter:
         names = ["content"]
         if message["role"] == ASSISTANT:
             names += sorted(self._used_fields & message.keys())
-        texts = {name: message.get(name) or "" for name in names}
-        texts["content"] = text_of(texts["content"])
-        return [(name, text) for name, text in texts.items() if isinstance(text, str) and text.strip()]
+        texts = [(name, message.get(name) or "") for name in names]
+        content = message.get("content")
+        if isinstance(content, list):  # an image may stand between two texts
+            texts = [*(("content", text_of([part])) for part in content), *texts[1:]]
+        return [(name, text) for name, text in texts if isinstance(text, str) and text.strip()]
 
 
 def learned_turns(chat: Chat) -> list[int]:
@@ -332,8 +334,8 @@ def learned_turns(chat: Chat) -> list[int]:
 
 
 def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
-    """Return the text of a content that is a text or a list of parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    """Return the text of a content that is a text or a list of parts. An image has none."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def with_content(chat: Chat, index: int, word: str) -> Chat:

@@ -31,6 +31,7 @@ from upshift.training.data.data_files import (
 )
 from upshift.training.data.data_options import LossOn
 from upshift.training.data.records import (
+    ChooseColumns,
     Row,
     check_column_names,
     is_list,
@@ -229,10 +230,9 @@ def read_corpus(
         reader: what reads the rows of a described data set.
     """
     check_data_format(text_column, data_format, pair_objective=pair_objective)
-    path = _existing_path(path)
-    is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
+    path = existing_path(path)
     selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader)
-    if is_saved:
+    if is_saved_dataset(path):
         documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
     else:
         documents, evaluation = _open_files(path, selection, pattern, is_evaluation=is_evaluation)
@@ -271,7 +271,7 @@ def _refuse_lost_prompt(first: Document, documents: Documents) -> None:
         )
 
 
-def _existing_path(path: Path | str) -> Path:
+def existing_path(path: Path | str) -> Path:
     """Return the path. Raise RequestError if nothing is there."""
     try:
         exists = bool(str(path)) and Path(path).exists()
@@ -414,16 +414,21 @@ class _ColumnChooser:
         return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
 
 
+def rows_of_files(files: tuple[Path, ...], kind: Kind, choose_columns: ChooseColumns) -> Iterator[Row]:
+    """Yield the rows of the files of a table. ``choose_columns`` is asked for the columns of a file with a schema."""
+    for file in files:
+        with checking_compression(file):
+            if kind == "parquet":
+                yield from read_parquet(file, choose_columns)
+            elif kind == "arrow":
+                yield from read_arrow(file, choose_columns)
+            else:
+                yield from read_csv(file) if kind == "csv" else read_json(file)
+
+
 def _read_tables(files: tuple[Path, ...], kind: Kind, chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     def read_rows() -> Iterator[Row]:
-        for file in files:
-            with checking_compression(file):
-                if kind == "parquet":
-                    yield from read_parquet(file, chooser.choose_from_schema)
-                elif kind == "arrow":
-                    yield from read_arrow(file, chooser.choose_from_schema)
-                else:
-                    yield from read_csv(file) if kind == "csv" else read_json(file)
+        return rows_of_files(files, kind, chooser.choose_from_schema)
 
     rows = chooser.rows
     selected = read_rows() if rows is None or rows.is_whole else rows.select(read_rows)
@@ -442,20 +447,40 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
         yield place, chooser.read_row(row, chooser.choose(row, empty, place), place)
 
 
-def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:
-    """Return the split to read and, for training data, the validation split of a directory that `save_to_disk` wrote."""
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether `save_to_disk` wrote a directory."""
+    return path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
+
+
+class SavedSplit(NamedTuple):
+    """One split of a directory that `save_to_disk` wrote, and its name for messages."""
+
+    folder: Path
+    origin: str
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows with all their columns."""
+        dataset = _load_saved(self.folder)
+        if dataset is not None:
+            yield from rows_of_batches(dataset.with_format("arrow").iter(batch_size=1024), self.origin)
+
+
+def find_saved_splits(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[SavedSplit, SavedSplit | None]:
+    """Return the split to read and, for training data, the validation split of a directory that `save_to_disk` wrote.
+
+    ``wanted``: the split that the user wants, or None."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
-        pick_split(["train"], selection.split or "train", path)
-        return _saved_split(_load_saved(path), selection, str(path)), None
+        pick_split(["train"], wanted or "train", path)
+        return SavedSplit(path, str(path)), None
     try:
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _incomplete_dataset(path, error) from None
     split = find_split(names, is_evaluation=is_evaluation)
-    if selection.split is not None:
-        split = pick_split(names, selection.split, path)
+    if wanted is not None:
+        split = pick_split(names, wanted, path)
     if split is None:
         missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
         advice = "give the folder of one split" if is_evaluation or not names else "name one of them with --split"
@@ -468,9 +493,17 @@ def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: boo
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        whole = selection._replace(rows=None)
-        evaluation = _saved_split(_load_saved(path / evaluation_name), whole, f"{path} split {evaluation_name}")
-    return _saved_split(_load_saved(path / split), selection, f"{path} split {split}"), evaluation
+        evaluation = SavedSplit(path / evaluation_name, f"{path} split {evaluation_name}")
+    return SavedSplit(path / split, f"{path} split {split}"), evaluation
+
+
+def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:
+    """Return the split to read and, for training data, the validation split of a directory that `save_to_disk` wrote."""
+    split, evaluation = find_saved_splits(path, selection.split, is_evaluation=is_evaluation)
+    documents = None
+    if evaluation is not None:
+        documents = _saved_split(_load_saved(evaluation.folder), selection._replace(rows=None), evaluation.origin)
+    return _saved_split(_load_saved(split.folder), selection, split.origin), documents
 
 
 def _load_saved(folder: Path) -> Any | None:

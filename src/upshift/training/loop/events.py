@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from upshift.value import Value
 
+Unit = Literal["tokens", "rows"]  # what a run counts
 EARLY_STOPPING = "early stopping"  # the reason of a run that ends because its held-out loss no longer falls
 
 
@@ -38,6 +39,7 @@ class StepDone:
     logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
     logged_reward_accuracy: float | None = None  # of pairs: means since the previous logged step
     logged_reward_margin: float | None = None
+    unit: Unit = "tokens"  # of ``tokens`` and their speed; images and sounds are counted as rows
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Evaluated:
     loss: float
     reward_accuracy: float | None = None  # as in StepDone
     reward_margin: float | None = None
+    unit: Unit = "tokens"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaConfig
 from upshift.inference.registry import EngineSetup
+from upshift.loading.media_files import Modality
 from upshift.models.source import ModelSource
 
 Arrays = dict[str, np.ndarray]  # the inputs of a batch by the names of the model's own, each [B, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.files import Modality
+from upshift.loading.media_files import Modality
 
 
 class NullMediaEngine:

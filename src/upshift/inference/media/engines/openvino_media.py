@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaForward, load_model
 from upshift.inference.openvino_runtime import core, make_model_file
+from upshift.loading.media_files import Modality
 
 HINTS = {"fp32": "f32", "bf16": "bf16"}
 

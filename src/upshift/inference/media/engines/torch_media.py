@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.files import Modality
 from upshift.inference.media.model import MediaForward, load_model
 from upshift.inference.torch_settings import DTYPES, inference_settings
+from upshift.loading.media_files import Modality
 
 
 class TorchMediaEngine:

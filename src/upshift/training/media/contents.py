@@ -1,0 +1,69 @@
+"""Find the image or the sound that a value of a row names: a path, the bytes of a file, or a data: URL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from upshift.errors import RequestError
+from upshift.loading.media_files import MediaItem, read_image_file
+from upshift.training.media.rows import MediaRow
+
+DATA_URL = "data:"
+SHOWN_CHARACTERS = 80
+
+
+class RowImage(NamedTuple):
+    """An image of a row: the path or the bytes of its file. ``place`` is that of its row."""
+
+    content: str | bytes
+    place: str
+
+    def read(self, *, header_only: bool = False) -> Any:
+        """Return the image in RGB, or None with ``header_only``. Raise RequestError if it cannot be read."""
+        file = self.content if isinstance(self.content, str) else BytesIO(self.content)
+        try:
+            return read_image_file(file, purpose="training on images", header_only=header_only)
+        except OSError as error:
+            shown = repr(self.content) if isinstance(self.content, str) else f"of {len(self.content):,} bytes"
+            reason = error.strerror or "it is no image that Pillow knows"
+            raise RequestError(
+                f"{self.place} has the image {shown}, which cannot be read ({reason}); replace it, or leave the row out"
+            ) from None
+
+
+def image_of(value: Any, row: MediaRow) -> RowImage:
+    """Return the image that a value names. Raise RequestError for other values."""
+    content = _content_of(value, row, "image")
+    return RowImage(content, row.place)
+
+
+def sound_of(value: Any, row: MediaRow) -> MediaItem:
+    """Return the sound that a value names. Raise RequestError for other values."""
+    content = _content_of(value, row, "audio")
+    if isinstance(content, bytes):
+        raise RequestError(f"{row.place} holds the bytes of a sound; write the sound to a file, and its path into the row")
+    return MediaItem("audio", content, row.place)
+
+
+def _content_of(value: Any, row: MediaRow, name: str) -> str | bytes:
+    if isinstance(value, Mapping):  # as datasets stores a file, or as OpenAI's API takes an image
+        value = value.get("bytes") or value.get("path") or value.get("url") or value
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{row.place} has {name} {value!r:.{SHOWN_CHARACTERS}}; write the path of a file")
+    if value.startswith(DATA_URL):
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError(f"{row.place} has a data: URL that is not base64 ({value[:40]!r}); write it again") from None
+    if value.partition("://")[0] in ("http", "https"):
+        raise RequestError(
+            f"{row.place} has {name} {value[:SHOWN_CHARACTERS]!r}, and Upshift reads no files from the network; download it, and "
+            "write its path"
+        )
+    return str(row.folder / value.removeprefix("file://"))

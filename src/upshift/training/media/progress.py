@@ -1,0 +1,76 @@
+"""Send the events of a run that transformers' Trainer runs: its steps, losses and evaluations. Stop it when the user asks."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from upshift.benchmarking.meters import resident_bytes
+from upshift.errors import JobFailed
+from upshift.training.loop.events import Evaluated, OnEvent, StepDone
+from upshift.training.loop.signals import StopRequest
+
+RECENT_STEPS = 10
+
+
+class RunEvents(TrainerCallback):
+    """Sends an event for each step and each evaluation, and keeps their numbers. Rows are counted, because images have no
+    tokens."""
+
+    def __init__(self, on_event: OnEvent, stop: StopRequest, *, global_batch: int, logging_steps: int) -> None:
+        self._on_event = on_event
+        self._stop = stop
+        self._global_batch = global_batch
+        self._logging_steps = logging_steps
+        self._step_start = 0.0
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.evaluations: list[tuple[int, int, float]] = []  # step, rows and loss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._step_start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._step_start)
+        if self._stop.requested:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+        """Send the event of a step. Raise JobFailed if its loss is no number."""
+        if logs is None or "loss" not in logs:
+            return
+        loss = float(logs["loss"])
+        step = state.global_step
+        if not math.isfinite(loss):
+            raise JobFailed(f"step {step}: the loss is {loss}; use a smaller --learning-rate, or look for a wrong row")
+        self.steps.append(step)
+        self.losses.append(loss)
+        recent = self.seconds[-RECENT_STEPS:]
+        is_logged = self._logging_steps and step % self._logging_steps == 0
+        logged = self.losses[-self._logging_steps :] if is_logged else []
+        norm = logs.get("grad_norm")
+        self._on_event(
+            StepDone(
+                step=step,
+                max_steps=state.max_steps,
+                tokens=step * self._global_batch,
+                loss=loss,
+                learning_rate=logs["learning_rate"],
+                gradient_norm=None if norm is None else float(norm),
+                tokens_per_second=len(recent) * self._global_batch / sum(recent),
+                seconds_left=(state.max_steps - step) * sum(recent) / len(recent),
+                resident_bytes=resident_bytes(),
+                logged_loss=sum(logged) / len(logged) if logged else None,
+                unit="rows",
+            )
+        )
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
+        rows = state.global_step * self._global_batch
+        self.evaluations.append((state.global_step, rows, metrics["eval_loss"]))
+        self._on_event(Evaluated(state.global_step, rows, metrics["eval_loss"], unit="rows"))

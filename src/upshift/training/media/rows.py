@@ -1,0 +1,269 @@
+"""Read the rows of data with images and sounds: tables, saved data sets, and folders of images with a folder for each label.
+
+The rows, and the examples that are made of them, are in memory. They name their images and sounds, which are read when a batch
+needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from upshift.errors import RequestError
+from upshift.loading.media_files import modality_of
+from upshift.models.source import ModelSource
+from upshift.text import one_line
+from upshift.training.data.chat_rows import decode_json
+from upshift.training.data.corpus import SavedSplit, existing_path, find_saved_splits, is_saved_dataset, rows_of_files
+from upshift.training.data.data_files import (
+    EVALUATION_SPLIT,
+    METADATA_FILES,
+    SPLIT_WORDS,
+    DataFiles,
+    file_kind,
+    find_data_files,
+    find_split,
+    say_once,
+    split_files,
+)
+from upshift.training.data.data_options import DataOptions
+from upshift.training.data.rows.data_set import read_description
+from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
+from upshift.training.data.tokens import num_held_out
+
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+Progress = Callable[[int, int], None]  # rows that are read, and all of them
+IMAGE_COLUMNS = ("images", "image")
+IMAGE_PARTS = ("image", "image_url")  # types of a content's parts
+
+
+class MediaRow(NamedTuple):
+    """A row, its place for messages, and the folder in which its paths begin."""
+
+    place: str
+    fields: Mapping[str, Any]
+    folder: Path
+
+
+class MediaRows(NamedTuple):
+    """The rows of a run. ``evaluation`` is empty if none are held out."""
+
+    training: list[MediaRow]
+    evaluation: list[MediaRow]
+    origin: str
+
+
+def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = None, are_sorted: bool = False) -> MediaRows:
+    """Return the rows to train and to evaluate on. Raise RequestError for data without rows, and for data of another form.
+
+    ``are_sorted``: the rows may be sorted by what is learned, so that those held out are spread over them, and not the last."""
+    training, evaluation = _read_splits(data, options)
+    rows = list(training)
+    if not rows:
+        raise RequestError(f"{data} holds no rows; give at least one")
+    held_out = list(evaluation)
+    if eval_data is not None:
+        held_out = list(_read_splits(eval_data, options.changed(split=None), is_evaluation=True)[0])
+        if not held_out:
+            raise RequestError(f"--eval-data {eval_data} holds no rows; give at least one")
+    if held_out and options.eval_size is not None:
+        raise RequestError(
+            f"--eval-size {options.eval_size:g} holds rows of the training out, and {data} has a split {EVALUATION_SPLIT}; leave "
+            "--eval-size out"
+        )
+    if held_out:
+        return MediaRows(rows, held_out, data)
+    number = num_held_out(len(rows), options.eval_size)
+    if not are_sorted:
+        return MediaRows(rows[: len(rows) - number], rows[len(rows) - number :], data)
+    return _hold_out_evenly(rows, number, data)
+
+
+def _hold_out_evenly(rows: list[MediaRow], number: int, origin: str) -> MediaRows:
+    chosen = set(np.linspace(0, len(rows) - 1, num=number + 2).astype(int)[1:-1].tolist())
+    held_out = [row for number, row in enumerate(rows) if number in chosen]
+    return MediaRows([row for number, row in enumerate(rows) if number not in chosen], held_out, origin)
+
+
+def first_row(data: str, options: DataOptions) -> MediaRow | None:
+    """Return the first row of the training, or None if there is none. Raise RequestError for data of another form."""
+    return next(iter(_read_splits(data, options)[0]), None)
+
+
+def has_images(row: MediaRow) -> bool:
+    """Return whether a row has images in a column, or in the parts of its messages."""
+    if any(is_given(row.fields.get(name)) for name in IMAGE_COLUMNS):
+        return True
+    return any(
+        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+        for value in row.fields.values()
+        for message in _list_of(value)
+        if isinstance(message, dict)
+        for part in _list_of(message.get("content"))
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a row has a value in a column. Tables of text have an empty text where there is none."""
+    return value is not None and not (isinstance(value, str | list) and not value)
+
+
+def _list_of(value: Any) -> list[Any]:
+    decoded = decode_json(value)
+    return decoded if isinstance(decoded, list) else []
+
+
+def _read_splits(
+    data: str, options: DataOptions, *, is_evaluation: bool = False
+) -> tuple[Iterator[MediaRow], Iterator[MediaRow]]:
+    """Return the rows of the split to read, and those of the split for validation."""
+    described = read_description(data)
+    if described is not None:
+        raise RequestError(f"{described.origin} lists data sets, and rows with images or sounds are read from one path; give it")
+    path = existing_path(data)
+    rows = None if options.split is None or is_evaluation else read_split(options.split)
+    wanted = None if rows is None else rows.split
+    if is_saved_dataset(path):
+        split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
+        return _select(lambda: _saved_rows(split, path), rows), iter(()) if evaluation is None else _saved_rows(evaluation, path)
+    folder = _labelled_folder(path, wanted, is_evaluation=is_evaluation)
+    if folder is not None:
+        training, held_out = folder
+        return _select(lambda: iter(training), rows), iter(held_out)
+    files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted)
+    if files.kind == "text":
+        raise RequestError(
+            f"{path} is plain text, and this model is trained on rows with images or sounds; give a table (JSON, CSV, Parquet, "
+            "Arrow), or a folder with a folder for each label"
+        )
+    return _select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files)
+
+
+def _select(read: Any, rows: RowSlice | None) -> Iterator[MediaRow]:
+    return read() if rows is None or rows.is_whole else rows.select(read)
+
+
+def _table_rows(paths: tuple[Path, ...], files: DataFiles) -> Iterator[MediaRow]:
+    for path in paths:
+        for place, fields in rows_of_files((path,), files.kind, lambda schema, origin: list(schema.names)):
+            yield MediaRow(place, fields, path.parent)
+
+
+def _saved_rows(split: SavedSplit, path: Path) -> Iterator[MediaRow]:
+    for place, fields in split.rows():
+        yield MediaRow(place, fields, path)
+
+
+def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[MediaRow], list[MediaRow]] | None:
+    """Return the rows of a folder of images or sounds, with the names of their folders as labels, or None for another path."""
+    if not path.is_dir():
+        return None
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
+    if any(file_kind(file) != "text" and file.name not in METADATA_FILES for file in files):
+        return None
+    media = [file for file in files if modality_of(file) is not None]
+    if not media:
+        return None
+    splits = split_files(path, media)
+    split = find_split(splits, is_evaluation=is_evaluation) if wanted is None else pick_split(list(splits), wanted, path)
+    if split is None:
+        raise RequestError(f"{path} has no split to read; its files are of {', '.join(splits)}; name one with --split")
+    has_other = EVALUATION_SPLIT in splits and split != EVALUATION_SPLIT and not is_evaluation
+    evaluation = splits[EVALUATION_SPLIT] if has_other else []
+    return [_labelled(file, path) for file in splits[split]], [_labelled(file, path) for file in evaluation]
+
+
+def _labelled(file: Path, path: Path) -> MediaRow:
+    """Return the row of an image or a sound. Raise RequestError if it is in no folder of a label."""
+    folders = file.relative_to(path).parts[:-1]
+    words = (word for words in SPLIT_WORDS.values() for word in words)
+    if not folders or (len(folders) == 1 and folders[0] in words):
+        raise RequestError(f"{file} is in no folder of a label; make a folder for each label, such as {path.name}/cat/1.png")
+    return MediaRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.parts)
+
+
+class Examples(Dataset[Any]):
+    """The examples of a split. Their images and sounds are read when a batch is made."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._members[index]
+
+
+class Preprocessors(NamedTuple):
+    """The processors of a model, which are saved beside it."""
+
+    parts: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        """Return the entries of the vocabulary, by which the size of the saved files is estimated."""
+        tokenizers = (getattr(part, "tokenizer", part) for part in self.parts)
+        return sum(len(tokenizer) for tokenizer in tokenizers if hasattr(tokenizer, "get_vocab"))
+
+    def save_pretrained(self, directory: Path) -> None:
+        for part in self.parts:
+            part.save_pretrained(directory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaData:
+    """The examples of a run, and what makes batches of them."""
+
+    training: Examples
+    evaluation: Examples | None
+    collate: Collate
+    preprocessors: Preprocessors
+    describe: Callable[[Any], list[tuple[str, bool]]]  # the parts of an example, and whether each is learned
+    label_names: tuple[str, ...] = ()  # of a classifier
+
+
+def load_processor(source: ModelSource, auto_class: str) -> Any:
+    """Return a processor of the model's files. ``auto_class``: its Auto class. Raise RequestError if none loads."""
+    import transformers
+
+    try:
+        return getattr(transformers, auto_class).from_pretrained(source.directory)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        reason = one_line(error, limit=200)
+        raise RequestError(
+            f"{source.base_reference!r} has no {auto_class} that loads ({reason}); save one beside the model"
+        ) from None
+
+
+def join_places(places: Sequence[str]) -> str:
+    """Return the places of the rows of a batch, for an error of all of them."""
+    return places[0] if len(places) == 1 else f"one of {', '.join(places[:8])}"
+
+
+def read_splits(rows: MediaRows, read: Callable[[MediaRow], Any | None], progress: Progress) -> tuple[list[Any], list[Any]]:
+    """Return the examples that ``read`` makes of the rows of both splits. Tell the user of how many it makes none."""
+    total = len(rows.training) + len(rows.evaluation)
+    splits: tuple[list[Any], list[Any]] = ([], [])
+    done = 0
+    for split, examples in zip((rows.training, rows.evaluation), splits, strict=True):
+        for row in split:
+            example = read(row)
+            if example is not None:
+                examples.append(example)
+            done += 1
+            progress(done, total)
+    num_left_out = total - sum(map(len, splits))
+    if num_left_out:
+        say_once(f"{rows.origin}: {num_left_out} rows are left out, because nothing is learned of them")
+    if not splits[0]:
+        raise RequestError(f"{rows.origin} has no row of which something is learned; give at least one")
+    return splits

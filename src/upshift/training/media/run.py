@@ -1,0 +1,424 @@
+"""Run ``upshift train`` on images and sounds: check the request, prepare the rows, train with ``upshift.Trainer``, and save.
+
+The Trainer makes the plan where it can, and says where it keeps the settings as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging as transformers_logging
+
+from upshift.benchmarking.environment import environment
+from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.hardware.detect import detect
+from upshift.loading.load import load_source
+from upshift.models.adapter import base_of, complete_model, name_base
+from upshift.models.build import build_model
+from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
+from upshift.record import Numbers, Record, Spread
+from upshift.settings import read_ranks
+from upshift.training.arguments import Arguments, TrainRequest
+from upshift.training.batches.sampler import count_steps
+from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
+from upshift.training.checkpoint.model import read_adapter
+from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
+from upshift.training.hf_trainer.loss_split import Split
+from upshift.training.hf_trainer.trainer import Trainer
+from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
+from upshift.training.loop.signals import StopRequest
+from upshift.training.media.prepare import MediaKind, MediaModel, prepare_media, refuse_given
+from upshift.training.media.progress import RunEvents
+from upshift.training.media.rows import MediaData
+from upshift.units import FLOP_CONVENTION
+
+CHECKPOINTS = "media-checkpoints"  # in the output folder, as the Trainer writes them
+RUN_FILE = "media_run.json"
+OWN_FILES = (CHECKPOINTS, RUN_FILE)
+LARGEST_MICRO_BATCH = 8  # rows
+MICRO_BATCH_FIELD = "per_device_train_batch_size"
+CHATS: MediaKind = "image-text-to-text"
+CHAT_PRECISIONS = ("fp32", "bf16")
+NO_PLAN = (
+    "chats with images have no plan, so packing, compiled layers and several processes are off; "
+    f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
+)
+LOSS_STEPS = 10  # the last steps, whose mean loss the record has
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class MediaWatcher:
+    """Callbacks that show progress."""
+
+    checked: Callable[[], None]
+    reading: Progress
+    event: OnEvent
+
+
+def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -> Record:
+    """Train, save the model with its processor into the output folder, and return the Record. The caller locks the folder."""
+    check_request(request, media.kind)
+    settings = read_settings_of(request, media.kind)
+    source = request.source()
+    output = request.output
+    check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
+    identity = _identity(request, source)
+    checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
+    watcher.checked()
+    _check_weights(source, from_config=request.from_config)
+    data = prepare_media(
+        source,
+        media,
+        request.data,
+        request.as_options,
+        eval_data=request.eval_data,
+        sequence_length=request.sequence_length,
+        progress=watcher.reading,
+    )
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
+    arguments = request.arguments_for(steps)
+    check_arguments(arguments, data)
+    model = load_media_model(source, media, data, request)
+    (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
+    return _train(request, media, settings, data, model, arguments, checkpoint, watcher.event)
+
+
+def check_request(request: TrainRequest, kind: MediaKind) -> None:
+    """Raise RequestError with the first option that training on images and sounds does not take."""
+    given = {
+        "--plan": request.plan_file,
+        "--heal": request.heal,
+        "--mup-base": request.mup_base,
+        "--load-in-4bit": request.load_in_4bit,
+        "--neftune-noise-alpha": request.arguments.neftune_noise_alpha,
+        "tokenizer": request.tokenizer,
+    }
+    refuse_given(given, kind)
+    num_processes = next((text.partition("=")[2] for text in request.fixed if text.startswith("num_processes=")), "1")
+    if read_ranks() is not None or num_processes != "1":
+        raise RequestError(f"training on images and sounds ({kind}) runs in one process; leave --nproc and launchers out")
+
+
+def check_arguments(arguments: Arguments, data: MediaData) -> None:
+    """Raise RequestError for evaluations that cannot take place, and for checkpoints that miss the best of them."""
+    option = arguments.option_for_evaluations()
+    if option is not None and (not arguments.eval_steps or data.evaluation is None):
+        raise RequestError(
+            f"--{option.replace('_', '-')} needs evaluations during the run; add --eval-steps, such as 100, and --eval-data if "
+            "no rows are held out"
+        )
+    if arguments.load_best and arguments.save_steps and arguments.save_steps % arguments.eval_steps:
+        raise RequestError(
+            f"--load-best needs a checkpoint at evaluations alone, and --save-steps {arguments.save_steps} is no multiple of "
+            f"--eval-steps {arguments.eval_steps}; make it one, or leave --save-steps out"
+        )
+
+
+def _check_weights(source: ModelSource, *, from_config: bool) -> None:
+    if from_config and source.adapter is not None:
+        raise RequestError("--from-config draws random weights, which are not saved with an adapter; leave it out")
+    if source.directory is None:
+        raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
+    if not from_config:
+        fetch_weights(source)
+
+
+def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, request: TrainRequest) -> nn.Module:
+    """Return the model in training mode, with a new head for new labels and with the adapter."""
+    torch.manual_seed(request.arguments.seed)
+    stored = source_of_files(source)
+    labels = data.label_names
+    if labels and source.adapter is not None:
+        raise RequestError(
+            f"the labels of {request.data} need a new head, which an adapter does not hold; train the whole model, or give a "
+            "classifier with these labels"
+        )
+    if labels:
+        by_number = {str(number): name for number, name in enumerate(labels)}
+        by_name = {name: number for number, name in enumerate(labels)}
+        changed = {"architectures": [media.model_class.__name__], "id2label": by_number, "label2id": by_name}
+        stored = stored.changed(config=stored.config | changed)
+    dtype = getattr(torch, source.base_dtype) if source.adapter is not None else torch.float32
+    if request.from_config:
+        model: Any = build_model(stored.hf_config, media.model_class, dtype=dtype)
+    elif labels:
+        model = _with_new_head(stored, media, dtype)
+    else:
+        model = load_source(stored, dtype=dtype, model_class=media.model_class)
+    if source.adapter is None:
+        return model.train()  # type: ignore[no-any-return]
+    complete = complete_model(model, _adapter_beside_images(source, model))
+    name_base(complete, source)
+    if source.adapter_directory is not None:
+        read_adapter(source.adapter_directory, complete)
+    return complete
+
+
+def _with_new_head(stored: ModelSource, media: MediaModel, dtype: torch.dtype) -> Any:
+    """Return the classifier with the weights of the files below a new head, whose weights are random."""
+    loader: Any = media.model_class
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would list the head that is new
+    try:
+        model, report = loader.from_pretrained(
+            stored.directory,
+            config=stored.hf_config,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
+    below = (name for name in sorted({*report["missing_keys"], *other_sizes}) if name.startswith(f"{model.base_model_prefix}."))
+    lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
+    if lacking is not None:
+        raise RequestError(f"the files of {stored.reference!r} lack {lacking} of {loader.__name__}; save the whole model")
+    return model
+
+
+def _adapter_beside_images(source: ModelSource, model: Any) -> ModelSource:
+    """Return the source with LoRA in the linear layers of the language model alone, if the user named no modules."""
+    assert source.adapter is not None
+    decoder = model.get_decoder() if "text_config" in source.config else model
+    if source.adapter.get("target_modules") != ALL_LINEAR or decoder is None or decoder is model:
+        return source
+    inside = {id(module) for module in decoder.modules()}
+    head = model.get_output_embeddings()
+    names = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside and module is not head
+    ]
+    return source.changed(adapter=source.adapter | {"target_modules": names})
+
+
+def _identity(request: TrainRequest, source: ModelSource) -> dict[str, Any]:
+    """Return what a run that resumes must have in common with the run before."""
+    return {
+        "model": source.model_hash,
+        "data": str(Path(request.data).resolve()),
+        "eval_data": request.eval_data,
+        "global_batch": request.global_batch,
+        "data_options": request.as_options.model_dump(mode="json"),
+        "arguments": request.arguments.model_dump(mode="json", exclude={"logging_steps", "save_steps", "save_total_limit"}),
+    }
+
+
+def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
+    """Return the newest checkpoint. Raise RequestError if there is none, or if it is of another run."""
+    folder = output / CHECKPOINTS
+    checkpoint: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if checkpoint is None or not (output / RUN_FILE).is_file():
+        raise RequestError(f"{output} has no checkpoint to resume from; start anew with --overwrite")
+    earlier = json.loads((output / RUN_FILE).read_text(encoding="utf-8"))
+    for name, value in identity.items():
+        if earlier.get(name) != value:
+            raise RequestError(
+                f"the run in {output} has another {name.replace('_', ' ')} ({json.dumps(earlier.get(name))[:80]}); resume with "
+                "the same, or start anew in another output directory"
+            )
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold what the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
+
+    micro_batch: int
+    precision: str
+    fixed: tuple[str, ...]
+
+
+def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
+    """Return what --set fixes. Raise RequestError for a field of a plan where there is none, and for a wrong value."""
+    given = dict(text.split("=", 1) for text in request.fixed if "=" in text)
+    given.pop("num_processes", None)
+    total = request.global_batch
+    largest = max(size for size in range(1, min(total, LARGEST_MICRO_BATCH) + 1) if total % size == 0)
+    text = given.pop(MICRO_BATCH_FIELD, str(largest))
+    if not text.isdecimal() or not int(text) or total % int(text):
+        raise RequestError(f"--set {MICRO_BATCH_FIELD}={text} does not divide --global-batch {total}; use a divisor of it")
+    if kind != CHATS:
+        return Settings(int(text), "", tuple(f"{name}={value}" for name, value in given.items()))
+    precision = given.pop("precision", "fp32")
+    other = next((f"--set {name}={value}" for name, value in given.items()), None) or (
+        f"--allow {','.join(request.allow)}" if request.allow else None
+    )
+    if other is not None:
+        raise RequestError(
+            f"{other} is of a plan, and chats with images run without one; set {MICRO_BATCH_FIELD} and precision alone"
+        )
+    if precision not in CHAT_PRECISIONS:
+        raise RequestError(f"--set precision={precision} is not for chats with images; use {' or '.join(CHAT_PRECISIONS)}")
+    return Settings(int(text), precision, ())
+
+
+def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, *, evaluates: bool) -> TrainingArguments:
+    """Return transformers' arguments for the run."""
+    save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
+    same_names = ("max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "save_total_limit")
+    adam_names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    return TrainingArguments(
+        output_dir=str(request.output / CHECKPOINTS),
+        per_device_train_batch_size=settings.micro_batch,
+        per_device_eval_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=request.global_batch // settings.micro_batch,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        bf16=settings.precision == "bf16",
+        warmup_steps=arguments.num_warmup_steps,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluates and arguments.eval_steps else "no",
+        eval_steps=arguments.eval_steps or None,
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
+        load_best_model_at_end=arguments.load_best,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        report_to=[],
+        disable_tqdm=True,
+        **{name: getattr(arguments, name) for name in (*same_names, *adam_names)},
+    )
+
+
+def _train(
+    request: TrainRequest,
+    media: MediaModel,
+    settings: Settings,
+    data: MediaData,
+    model: nn.Module,
+    arguments: Arguments,
+    checkpoint: str | None,
+    on_event: OnEvent,
+) -> Record:
+    start = time.perf_counter()
+    with StopRequest() as stop:
+        events = RunEvents(on_event, stop, global_batch=request.global_batch, logging_steps=arguments.logging_steps)
+        callbacks: list[Any] = [events]
+        if arguments.early_stopping_patience is not None:
+            callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
+        trainer = _make_trainer(
+            request,
+            media,
+            settings,
+            model=model,
+            args=training_arguments(request, arguments, settings, evaluates=data.evaluation is not None),
+            data_collator=data.collate,
+            train_dataset=data.training,
+            eval_dataset=data.evaluation,
+            callbacks=callbacks,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        on_event(
+            Started(
+                step=0 if checkpoint is None else int(checkpoint.rpartition("-")[2]),
+                max_steps=arguments.max_steps,
+                tokens=0,
+                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+                plan_label="",
+                resumed_from=checkpoint,
+            )
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        step = trainer.state.global_step
+        if stop.requested and step < arguments.max_steps:
+            raise Interrupted(
+                f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
+                "with --resume"
+            )
+        evaluation_loss = _held_out_loss(trainer, events, arguments) if data.evaluation is not None else None
+    if evaluation_loss is not None and not math.isfinite(evaluation_loss):
+        raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
+    save_model(request.output, model, data.preprocessors)
+    on_event(Saved(str(request.output), step))
+    end = "finished" if step == arguments.max_steps else EARLY_STOPPING
+    on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
+    return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+
+
+def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
+    """Return the held-out loss of the final model, which is measured unless it was already."""
+    if arguments.load_best and trainer.state.best_metric is not None:
+        return float(trainer.state.best_metric)
+    is_measured = bool(events.evaluations) and events.evaluations[-1][0] == trainer.state.global_step
+    return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
+
+
+class ChatTrainer(Trainer):
+    """``upshift.Trainer`` for chats with images: the batches and the settings stay as they are.
+
+    The images of a row take a number of entries of their own in the model's inputs, and a plan cuts batches by rows."""
+
+    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
+        plan = plain_plan(
+            self._upshift_host(probe=False),
+            device=torch.device(self.args.device).type,
+            batch=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+        )
+        return Choice(plan, NO_PLAN), Split(None)
+
+
+def _make_trainer(request: TrainRequest, media: MediaModel, settings: Settings, **arguments: Any) -> Trainer:
+    if media.kind == CHATS:
+        return ChatTrainer(**arguments)
+    return Trainer(fixed=settings.fixed, allow=request.allow, trial_seconds=request.trial_seconds, **arguments)
+
+
+def _record(
+    request: TrainRequest,
+    media: MediaModel,
+    settings: Settings,
+    trainer: Any,
+    arguments: Arguments,
+    events: RunEvents,
+    evaluation_loss: float | None,
+    seconds: float,
+) -> Record:
+    losses = events.losses[-LOSS_STEPS:]
+    choice = trainer.upshift_choice
+    plan = choice.plan
+    best = trainer.state.best_global_step if arguments.load_best else None
+    measured = Numbers(
+        step_ms=Spread.of([1000 * seconds for seconds in events.seconds[1:] or events.seconds]) if events.seconds else None,
+        loss=sum(losses) / len(losses) if losses else None,
+        evaluation_loss=evaluation_loss,
+    )
+    return Record(
+        kind="train",
+        name=str(base_of(trainer.model).config.model_type),
+        plan=plan.changed(precision=settings.precision or plan.precision).model_dump(),
+        predicted=choice.predicted,
+        measured=measured,
+        flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
+        environment=environment(detect()),
+        checkpoint=str(request.output),
+        details={
+            "arguments": arguments.model_dump(),
+            "global_batch": request.global_batch,
+            "objective": media.kind,
+            "end": "finished" if trainer.state.global_step == arguments.max_steps else EARLY_STOPPING,
+            "steps": trainer.state.global_step,
+            "total_seconds": seconds,
+            "loss_curve": [[step * request.global_batch, loss] for step, loss in zip(events.steps, events.losses, strict=True)],
+            "evaluations": [[rows, loss] for _, rows, loss in events.evaluations],
+            "model_step": best or trainer.state.global_step,
+        },
+    )

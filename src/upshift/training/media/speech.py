@@ -1,0 +1,117 @@
+"""Make batches of sounds and their texts, for models that write token by token (Whisper) and for CTC heads (wav2vec2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from upshift.errors import RequestError
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
+from upshift.models.source import ModelSource
+from upshift.training.data.row_formats import list_columns
+from upshift.training.data.rows.token_rows import IGNORED
+from upshift.training.data.special_tokens import UnknownTokens
+from upshift.training.media.contents import sound_of
+from upshift.training.media.rows import (
+    Examples,
+    MediaData,
+    MediaRow,
+    MediaRows,
+    Preprocessors,
+    Progress,
+    load_processor,
+    read_splits,
+)
+
+TEXT_NAMES = ("text", "sentence")  # columns of what is said; Common Voice has the second one
+
+
+class SpokenText(NamedTuple):
+    """A sound, and the tokens of what is said in it."""
+
+    sound: MediaItem
+    text: str
+    labels: list[int]
+
+
+class SpeechReader:
+    """Reads rows of sounds and texts, and makes batches of them."""
+
+    def __init__(self, source: ModelSource, *, writes: bool) -> None:
+        self._config = source.hf_config
+        self._writes = writes
+        self.extractor = load_processor(source, "AutoFeatureExtractor")
+        self.tokenizer = load_processor(source, "AutoTokenizer")
+        self._window_seconds = getattr(self.extractor, "chunk_length", None)
+        self.unknown = UnknownTokens(self.tokenizer)
+
+    def read(self, row: MediaRow) -> SpokenText | None:
+        """Return the example of a row, or None for a row without text. Raise RequestError for a row that cannot be used."""
+        text_name = next((name for name in TEXT_NAMES if name in row.fields), None)
+        if text_name is None or "audio" not in row.fields:
+            raise RequestError(
+                f"{row.place} has not the columns 'audio' and 'text'; {list_columns(row.fields)}; rename those of the sounds and "
+                "of what is said in them"
+            )
+        text = row.fields[text_name]
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"{row.place} has the text {text!r:.60}; it must be text")
+        if text is None or not text.strip():
+            return None
+        sound = sound_of(row.fields["audio"], row)
+        check_media([sound])
+        check_sounds([sound], rate=self.extractor.sampling_rate, longest_seconds=self._window_seconds)
+        labels: list[int] = self.tokenizer(text).input_ids
+        self.unknown.add(labels)
+        if self._writes and labels[:1] == [self._config.decoder_start_token_id]:
+            labels = labels[1:]  # the model puts it before the labels itself
+        self._check_length(labels, sound, row)
+        return SpokenText(sound, text, labels)
+
+    def _check_length(self, labels: list[int], sound: MediaItem, row: MediaRow) -> None:
+        """Raise RequestError if the model cannot write so many tokens, or not for so short a sound."""
+        limit = getattr(self._config, "max_target_positions", None)
+        if self._writes and limit is not None and len(labels) > limit:
+            raise RequestError(
+                f"{row.place} has a text of {len(labels)} tokens, and the model writes at most {limit}; cut the sound"
+            )
+        samples_per_place = getattr(self._config, "inputs_to_logits_ratio", None)
+        if self._writes or samples_per_place is None:
+            return
+        num_places = int(sound_header(sound)[1] * self.extractor.sampling_rate) // samples_per_place
+        if num_places <= len(labels):
+            raise RequestError(
+                f"{row.place} has a text of {len(labels)} letters for a sound of {num_places} places, and a CTC head writes at "
+                "most one at each; correct the row, or leave it out"
+            )
+
+    def collate(self, examples: Sequence[SpokenText]) -> dict[str, Any]:
+        """Return the model's inputs for some sounds, as its feature extractor makes them, and the labels [rows, tokens]."""
+        sounds = [read_sound_at(example.sound, self.extractor.sampling_rate).samples for example in examples]
+        options: dict[str, Any] = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
+        if self._writes:
+            options["return_attention_mask"] = True
+        if self._window_seconds is None:
+            options["padding"] = True  # Whisper's extractor pads to its window
+        width = max(len(example.labels) for example in examples)
+        labels = torch.full((len(examples), width), IGNORED)
+        for number, example in enumerate(examples):
+            labels[number, : len(example.labels)] = torch.tensor(example.labels)
+        return {**self.extractor(sounds, **options), "labels": labels}
+
+
+def prepare_speech(source: ModelSource, rows: MediaRows, *, writes: bool, progress: Progress) -> MediaData:
+    """Return the examples of sounds with texts. ``writes``: the model writes token by token, and has no CTC head."""
+    reader = SpeechReader(source, writes=writes)
+    training, evaluation = read_splits(rows, reader.read, progress)
+    reader.unknown.report()
+    reader.collate(training[:1])
+    return MediaData(
+        training=Examples(training),
+        evaluation=Examples(evaluation) if evaluation else None,
+        collate=reader.collate,
+        preprocessors=Preprocessors((reader.extractor, reader.tokenizer)),
+        describe=lambda example: [(f"{example.sound.content} ", False), (example.text, True)],
+    )
