@@ -37,12 +37,13 @@ def first(*candidates: Candidate, **options: Any) -> Candidate:
 
 
 def test_each_mechanism_adds(planning: Planning) -> None:
-    def of(layout: Layout, **plan: Any) -> int:
+    def of(layout: Layout, **plan: Any) -> tuple[int, int]:
         return complexity(candidate_of(planning, 1.0, layout, **plan).plan)
 
-    assert of(PLAIN) == 0 < of(SHARDED) < of(DIVIDED)
+    assert of(PLAIN) == (0, 0) < of(SHARDED) < of(DIVIDED)
     assert of(SHARDED) < of(SHARDED.changed(shard_size=4))  # replicas of shards
-    assert of(PLAIN, activation_checkpointing=4) == 1
+    assert of(PLAIN, activation_checkpointing=4) == (1, 1)
+    assert of(SHARDED, activation_checkpointing=4) < of(Layout(tensor_parallel=4))  # as many, and taken up earlier
     stages = Layout(pipeline_parallel=2)
     assert of(DIVIDED) <= of(stages) < of(stages.changed(pipeline_schedule="zero_bubble"))
 

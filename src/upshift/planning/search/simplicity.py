@@ -34,8 +34,12 @@ WIDE = 3  # layers gathered among more ranks than MAX_GATHERING
 MAX_GATHERING = 512  # from there on the Playbook's runs lost speed, and it adds tensor parallelism; published rows end at 128
 
 
-def complexity(plan: Plan) -> int:
-    """Return how many mechanisms the plan needs beside plain data parallelism, each with its weight."""
+def complexity(plan: Plan) -> tuple[int, int]:
+    """Return how many mechanisms the plan needs beside plain data parallelism, each with its weight, and the largest weight.
+
+    Of two plans with the same sum, the one is simpler whose mechanisms people take up first: ZeRO and recomputation come before
+    tensor parallelism.
+    """
     layout = plan.layout
     num_summing = plan.data_parallel * layout.context_parallel
     mechanisms = (
@@ -51,7 +55,8 @@ def complexity(plan: Plan) -> int:
         (layout.pipeline_parallel > 1, PIPELINE),
         (layout.pipeline_parallel > 1 and layout.pipeline_schedule != "1f1b", SCHEDULE),
     )
-    return sum(weight for is_used, weight in mechanisms if is_used)
+    weights = [weight for is_used, weight in mechanisms if is_used]
+    return sum(weights), max(weights, default=0)
 
 
 def simplest_first(ranking: Ranking, fits: Callable[[Candidate], bool] = lambda candidate: True) -> Ranking:
@@ -84,12 +89,12 @@ AnyRanked = TypeVar("AnyRanked", bound=Ranked)
 
 
 def move_simplest(
-    candidates: list[AnyRanked], complexity_of: Callable[[Any], int], can_replace: Callable[[AnyRanked], bool]
+    candidates: list[AnyRanked], complexity_of: Callable[[Any], Any], can_replace: Callable[[AnyRanked], bool]
 ) -> list[AnyRanked]:
     """Return the candidates, fastest first, with the simplest one moved to the front that the prediction cannot tell apart.
 
     Args:
-        complexity_of: returns the complexity of a plan.
+        complexity_of: returns the complexity of a plan, as a value that can be ordered.
         can_replace: returns whether a candidate may replace the fastest one, which it may itself.
     """
     as_good = [candidate for candidate in candidates if is_as_good(candidate, candidates[0])]
