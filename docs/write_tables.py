@@ -10,7 +10,7 @@ import typer
 from upshift.benchmarking.claims import find_cases
 from upshift.benchmarking.documents import renew_documents
 from upshift.cli.main import app
-from upshift.cli.usage.reference import reference_page
+from upshift.cli.usage.command_reference import reference_page
 from upshift.training.hf_trainer.arguments import markdown
 
 ROOT = Path(__file__).parents[1]

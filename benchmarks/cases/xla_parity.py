@@ -124,7 +124,7 @@ def by_xla(folder: Path, inputs: dict[str, torch.Tensor], dtype: Any) -> torch.T
 
     from upshift.xla.lowering.program import as_constant, lower
     from upshift.xla.model import build
-    from upshift.xla.skeleton import export
+    from upshift.xla.model_export import export
 
     built = build(str(folder), dtype=dtype)
     if hasattr(built.config, "use_cache"):

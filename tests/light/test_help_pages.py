@@ -17,8 +17,8 @@ from test_wrong_options import COMMANDS, OPTIONS, ROOT, annotation_of, choices_o
 from typer.testing import CliRunner
 
 from upshift.cli.main import app
+from upshift.cli.usage.command_reference import reference_page
 from upshift.cli.usage.help_page import DETAILED, Panel, help_page, is_option, long_name
-from upshift.cli.usage.reference import reference_page
 
 WIDTH = 80
 TWO_SCREENS = 100  # lines

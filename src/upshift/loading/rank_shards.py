@@ -24,7 +24,7 @@ from upshift.internals.torch_names import PARAMETERS
 from upshift.internals.transformers_names import CONCATENATE, STACK
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of, read_tensor, shape_of
-from upshift.loading.fill import Filling
+from upshift.loading.fill_model import Filling
 from upshift.loading.key_mapping import Group, convert_group
 from upshift.models.build import find_stacks
 from upshift.models.tensor_parallel_plan import declared_plan, divided_dimension, unknown_styles

@@ -27,7 +27,7 @@ from upshift.errors import MissingInternal, RequestError
 from upshift.internals.torch_names import autocast_copy
 from upshift.internals.transformers_names import ATTENTION, PACKED_ROWS
 from upshift.loading.files.checkpoint import find_safetensors
-from upshift.loading.fill import check_files, check_missing
+from upshift.loading.fill_model import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded

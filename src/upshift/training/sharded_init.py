@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from upshift.internals.torch_names import APPLY
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.files.tensors import read_tensor
-from upshift.loading.fill import CPU, Filling
+from upshift.loading.fill_model import CPU, Filling
 from upshift.loading.key_mapping import Group, map_names
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan

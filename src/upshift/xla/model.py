@@ -22,7 +22,7 @@ from upshift.loading.load import load_source
 from upshift.models.build import build_model, choose_class
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.xla.lowering.program import as_constant
-from upshift.xla.skeleton import first_names, set_implementations, unbacked_tensor
+from upshift.xla.model_export import first_names, set_implementations, unbacked_tensor
 
 Dtype = Literal["float32", "bfloat16"]
 MAX_SHARD_SIZE = "4GB"  # safetensors needs all tensors of a file in host memory at once

@@ -23,8 +23,8 @@ from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from upshift.training.data import data_files
-from upshift.training.data.chat_places import num_shared
 from upshift.training.data.chat_template import TemplateWriter
+from upshift.training.data.chat_turns import num_shared
 from upshift.training.data.rows.token_rows import IGNORED
 
 USER = {"role": "user", "content": "which road"}

@@ -8,7 +8,7 @@ import transformers
 
 from upshift.errors import RequestError
 from upshift.loading.files.checkpoint import find_checkpoint
-from upshift.loading.fill import Filling
+from upshift.loading.fill_model import Filling
 from upshift.loading.key_mapping import map_names
 from upshift.loading.load import build_empty, load_model
 from upshift.loading.rank_shards import Rank, Share, bytes_read, rank_slices, read_slices

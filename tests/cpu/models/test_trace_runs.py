@@ -13,7 +13,7 @@ from upshift.internals.torch_names import FAKE_TENSOR_MODE, STORAGE
 from upshift.models.profile import Variant
 from upshift.models.source import find_model
 from upshift.models.tracing.fast_fake_mode import fake_mode
-from upshift.models.tracing.fit_runs import fit_points, segment_names, trace_points
+from upshift.models.tracing.fit_polynomials import fit_points, segment_names, trace_points
 from upshift.models.tracing.polynomials import fit_segment
 from upshift.models.tracing.segments import Tracer
 

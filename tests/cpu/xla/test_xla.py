@@ -22,7 +22,7 @@ import tensorflow as tf  # noqa: E402
 
 from upshift.xla.lowering.program import UnloweredOp, as_constant, lower  # noqa: E402
 from upshift.xla.model import build  # noqa: E402
-from upshift.xla.skeleton import export  # noqa: E402
+from upshift.xla.model_export import export  # noqa: E402
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -21,8 +21,8 @@ from upshift.hardware.catalog.apple import APPLE_CHOICES, APPLE_GPUS
 from upshift.hardware.catalog.cpus import CPUS
 from upshift.hardware.catalog.interconnect import gpu_link, pcie_link
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
+from upshift.hardware.catalog.nvidia_rtx import RTX_FAMILIES
 from upshift.hardware.catalog.row import CpuFacts, GpuFacts
-from upshift.hardware.catalog.rtx import RTX_FAMILIES
 from upshift.hardware.catalog.tpu import TPUS
 from upshift.hardware.spec import Backend, Cpu, Host
 from upshift.units import GIB

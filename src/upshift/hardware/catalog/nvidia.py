@@ -1,4 +1,4 @@
-"""List NVIDIA's GPUs: those of data centres, the largest cards of each generation, and all of rtx.py.
+"""List NVIDIA's GPUs: those of data centres, the largest cards of each generation, and all of nvidia_rtx.py.
 
 Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. If a datasheet has only the sparse figure,
 it is halved. `memory_bytes` is the total that NVML reports with ECC as shipped; it is less than the advertised size. PCIe cards
@@ -11,8 +11,8 @@ each row's memory is in outputs of nvidia-smi in public repositories.
 
 from __future__ import annotations
 
+from upshift.hardware.catalog.nvidia_rtx import ADA, AMPERE, RTX_BLACKWELL, RTX_GPUS
 from upshift.hardware.catalog.row import Fabric, GpuFacts, ReferenceSystem, Tera, cuda_row
-from upshift.hardware.catalog.rtx import ADA, AMPERE, RTX_BLACKWELL, RTX_GPUS
 from upshift.units import GIGA
 
 V100_SXM: Tera = (15.7, None, None, 125, None, None)

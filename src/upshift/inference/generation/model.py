@@ -83,7 +83,7 @@ def pads_safely(source: ModelSource) -> bool:
 
 def check_weights(source: ModelSource) -> None:
     """Raise RequestError if the files lack weights of the model. Only the headers of the files are read."""
-    from upshift.loading.fill import check_files
+    from upshift.loading.fill_model import check_files
     from upshift.loading.load import build_empty_model
 
     if stored_for(source) is None:  # other weights have a format that only one engine reads

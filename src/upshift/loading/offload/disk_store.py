@@ -21,7 +21,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.safetensors_writer import NewTensor, write_file
 from upshift.loading.files.tensors import DTYPE_NAMES, bytes_of, dtype_of
-from upshift.loading.fill import CPU, Filling
+from upshift.loading.fill_model import CPU, Filling
 from upshift.loading.key_mapping import Group
 from upshift.loading.placement.place import DISK, Placement
 from upshift.settings import read_settings

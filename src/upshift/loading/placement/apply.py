@@ -14,7 +14,7 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import SET_TENSOR
 from upshift.loading.files.checkpoint import Checkpoint
 from upshift.loading.files.mapped_file import MappedFiles
-from upshift.loading.fill import Filling, Progress
+from upshift.loading.fill_model import Filling, Progress
 from upshift.loading.offload.disk_store import check_groups_undivided, find_or_convert
 from upshift.loading.offload.gpu_copy import CudaCopyStream
 from upshift.loading.offload.hooks import register_offload_hooks

@@ -16,7 +16,7 @@ from upshift.loading.files.checkpoint import CONFIG, METADATA, Checkpoint, find_
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.safetensors_writer import NewTensor, copy_tensor, read_chunks
 from upshift.loading.files.tensors import COMPUTE_DTYPES, DTYPE_NAMES, DTYPES, bytes_of
-from upshift.loading.fill import Filling, check_coverage
+from upshift.loading.fill_model import Filling, check_coverage
 from upshift.loading.gguf import SUFFIX, convert_gguf
 from upshift.loading.key_mapping import map_names
 from upshift.loading.load import build_empty, resolve_class

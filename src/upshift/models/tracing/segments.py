@@ -39,10 +39,10 @@ from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
 from upshift.models.tracing.fast_fake_mode import fake_mode
-from upshift.models.tracing.lone_draws import KEEPS_LAYERS, lone_draws
 from upshift.models.tracing.mixtures import all_tokens_to_one_expert
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
+from upshift.models.tracing.random_draws import KEEPS_LAYERS, lone_draws
 from upshift.models.tracing.symbolic_sizes import PlainSizes, PrimeSizes
 
 

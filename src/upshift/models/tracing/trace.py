@@ -56,7 +56,7 @@ from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import describe_tensor_parallel
 from upshift.models.tracing.compiled import call_signature, compiled_saved_bytes, load_partition
-from upshift.models.tracing.fit_runs import (
+from upshift.models.tracing.fit_polynomials import (
     FittedSegments,
     dimension_sizes,
     fit_points,

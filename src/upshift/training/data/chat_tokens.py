@@ -4,7 +4,7 @@ A chat is written by the tokenizer's chat template, which writes BOS and the end
 learned. They are those that the template marks with ``{% generation %}``. A template without marks writes two parts for each
 turn: up to the turn (the prompt from which the model is to write it), and up to its end. If both parts are the beginning of the
 whole chat, their ends say where the turn is. Only special tokens at the end of the second part may differ: some templates write
-EOS after the last turn alone. In other chats the place of the content says it (``chat_places``), or else the row is rejected.
+EOS after the last turn alone. In other chats the place of the content says it (``chat_turns``), or else the row is rejected.
 The whole chat alone is tokenized. A tokenizer in Python does not say to which characters a token belongs, so it tokenizes the
 parts, too.
 
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
+from upshift.training.data.chat_turns import find_turn, num_shared
 from upshift.training.data.corpus import Document, content_of
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from upshift.internals.torch_names import tree_leaves
 from upshift.models.kv_cache import with_cache
-from upshift.xla.skeleton import export
+from upshift.xla.model_export import export
 
 States = tuple[torch.Tensor, ...]  # keys and values of the first layer, then of the next; each [rows, heads, positions, size]
 

@@ -17,7 +17,7 @@ from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.program import generate_tokens
 from upshift.xla.generation.sampling import Sampling
 from upshift.xla.lowering.registry import DTYPES as TENSORFLOW_DTYPES
-from upshift.xla.skeleton import first_names, skeleton
+from upshift.xla.model_export import first_names, skeleton
 from upshift.xla.tpu.request import Argument, Part
 from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
 

@@ -19,7 +19,7 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import CAUSAL_LOSS
 from upshift.xla.data.batches import IGNORED
 from upshift.xla.lowering.program import Program, lower
-from upshift.xla.skeleton import export
+from upshift.xla.model_export import export
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # by argument of the model: shape, and numpy's name of the dtype
 

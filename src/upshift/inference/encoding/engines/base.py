@@ -82,7 +82,7 @@ def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
     """Raise RequestError if the files lack weights that the results depend on. Only the headers of the files are read."""
     import torch
 
-    from upshift.loading.fill import check_files
+    from upshift.loading.fill_model import check_files
     from upshift.loading.load import build_empty
 
     if stored_for(source) is not None:  # a format that only one engine reads

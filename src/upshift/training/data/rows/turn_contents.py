@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from upshift.training.data.chat_places import num_shared
 from upshift.training.data.chat_rows import WEIGHT, Chat
 from upshift.training.data.chat_template import Span, TemplateWriter
+from upshift.training.data.chat_turns import num_shared
 from upshift.training.data.data_options import LearnedEnds, LossOn
 
 STAND_INS = ("[[another content]]", "zzanother contentzz")  # their ends differ, so that a template hides none of the two
