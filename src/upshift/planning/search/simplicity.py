@@ -37,8 +37,8 @@ MAX_GATHERING = 512  # from there on the Playbook's runs lost speed, and it adds
 def complexity(plan: Plan) -> tuple[int, int]:
     """Return how many mechanisms the plan needs beside plain data parallelism, each with its weight, and the largest weight.
 
-    Of two plans with the same sum, the one is simpler whose mechanisms people take up first: ZeRO and recomputation come before
-    tensor parallelism.
+    If two plans have the same sum, the simpler one has the mechanisms that people take up first: ZeRO and recomputation come
+    before tensor parallelism.
     """
     layout = plan.layout
     num_summing = plan.data_parallel * layout.context_parallel
