@@ -13,14 +13,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "device"))
-
-import record_functions  # noqa: E402
-
 RECORD = "FUNCTIONS_THAT_RAN"
+
+
+def load(name: str) -> Any:
+    """Return a module of the device's folder, which stays out of sys.path: its pynvml is no module for other tests."""
+    spec = spec_from_file_location(name, HERE / "device" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+record_functions = load("record_functions")
 
 
 def reasons() -> dict[str, str]:

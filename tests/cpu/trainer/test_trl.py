@@ -273,4 +273,4 @@ def test_names() -> None:
 def test_without_trl_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("upshift.tuning.library_trainers.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=re.escape("upshift.trl needs trl: run  pip install '.[trl]'")):
-        _ = upshift.trl.RLOOTrainer
+        _ = upshift.trl.OnlineDPOTrainer
