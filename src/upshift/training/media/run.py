@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,8 @@ def _train(
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
         raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
     save_model(request.output, model, data.preprocessors)
+    with suppress(OSError):  # it holds checkpoints
+        (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))
     end = "finished" if step == arguments.max_steps else EARLY_STOPPING
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
