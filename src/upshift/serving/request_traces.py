@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from upshift.serving.messages import Piece
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
 TEXT_SPAN = "llm_request"
 UNTRACED_PATHS = "/health$,/ping$,/metrics$,/load$"  # that monitors ask for every few seconds
@@ -37,6 +38,10 @@ class RequestTraces:
         """Start the span of one text in the span of its request."""
         return self._tracer.start_span(TEXT_SPAN, attributes={"gen_ai.response.model": model})
 
+    def close(self) -> None:
+        """Send the spans that were not sent yet, and stop."""
+        self._provider.shutdown()
+
 
 def end_text(span: Span, last: Piece | None, *, tokens: int, first_token: float, seconds: float) -> None:
     """End the span of a text. ``last`` is None for a text that did not reach its end.
@@ -55,18 +60,18 @@ def end_text(span: Span, last: Piece | None, *, tokens: int, first_token: float,
     span.end()
 
 
-def make_provider(endpoint: str) -> Any:
+def make_provider(endpoint: str) -> TracerProvider:
     """Return a provider that sends spans to the address of a collector by HTTP, in the background.
 
     OpenTelemetry reads variables of its own, such as OTEL_SERVICE_NAME and OTEL_EXPORTER_OTLP_HEADERS."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider as SendingProvider
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, UNNAMED)).startswith(UNNAMED):
         resource = resource.merge(Resource({SERVICE_NAME: "upshift"}))
-    provider = SendingProvider(resource=resource)
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider

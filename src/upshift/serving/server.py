@@ -82,8 +82,7 @@ def serve(
     sizes: dict[str, int] = {}
     if memory_bytes is not None:
         sizes = {name: replicas * _min_engine_bytes(request) for name, request in requests.items()}
-    provider = None if traces_endpoint is None else make_provider(traces_endpoint)
-    traces = None if provider is None else RequestTraces(provider)
+    traces = None if traces_endpoint is None else RequestTraces(make_provider(traces_endpoint))
     server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits, traces=traces)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     app = make_app(server, address.site)
@@ -93,8 +92,8 @@ def serve(
         try:
             runner.run(_run_server(server, config, listener, generation_options, on_ready, on_open))
         finally:
-            if provider is not None:
-                provider.shutdown()  # sends the spans that it has not sent yet
+            if traces is not None:
+                traces.close()
 
 
 def make_config(app: Any, limits: Limits, address: Address) -> uvicorn.Config:

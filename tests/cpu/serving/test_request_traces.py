@@ -111,9 +111,9 @@ def test_spans_reach_the_collector(
     if variable is not None:
         monkeypatch.setenv("OTEL_SERVICE_NAME", variable)
     url, received = collector
-    provider = make_provider(url)
-    RequestTraces(provider).start_text("m").end()
-    provider.shutdown()
+    traces = RequestTraces(make_provider(url))
+    traces.start_text("m").end()
+    traces.close()
     (resource,) = received[0].resource_spans
     names = [item.value.string_value for item in resource.resource.attributes if item.key == "service.name"]
     assert names == [name] and resource.scope_spans[0].spans[0].name == "llm_request"

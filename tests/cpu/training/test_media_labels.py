@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from command import Command
+from plain_loop import plain_losses
 
 import upshift
 from upshift.errors import RequestError
@@ -59,20 +60,6 @@ def train(model: Path, data: Path, output: Path, *, rows: int, **options: Any) -
     return [loss for _, loss in record.details["loss_curve"]]
 
 
-def plain_losses(model: Any, inputs: Any) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    model.train()
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**inputs).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def write_rows(file: Path, *rows: Any) -> Path:
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
@@ -88,7 +75,7 @@ def test_losses_of_a_classifier_are_those_of_a_plain_loop(name: str, tmp_path: P
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     inputs = dict(processor(images=[Image.open(file) for file in files], return_tensors="pt"))
     model = transformers.AutoModelForImageClassification.from_pretrained(folder)
-    expected = plain_losses(model, {**inputs, "labels": torch.arange(3)})
+    expected = plain_losses(model, {**inputs, "labels": torch.arange(3)}, steps=STEPS, rate=RATE)
     assert train(folder, tmp_path / "images", tmp_path / "out", rows=3) == pytest.approx(expected, rel=1e-4)
     saved = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert saved.config.id2label == dict(enumerate(COLORS))
@@ -203,7 +190,8 @@ def test_losses_of_speech_are_those_of_a_plain_loop(make: Any, tmp_path: Path, u
     )
     options = {"return_attention_mask": True} if make is save_whisper else {"padding": True}
     inputs = extractor([samples_of(file) for file in files], sampling_rate=16_000, return_tensors="pt", **options)
-    expected = plain_losses(model, {**inputs, "labels": padded([tokenizer(text).input_ids for text in texts])})
+    labels = padded([tokenizer(text).input_ids for text in texts])
+    expected = plain_losses(model, {**inputs, "labels": labels}, steps=STEPS, rate=RATE)
     assert train(tmp_path / "model", data, tmp_path / "out", rows=2) == pytest.approx(expected, rel=1e-4)
     written = upshift("generate", tmp_path / "out", "--prompts", tmp_path / "sounds", "--output", tmp_path / "texts.jsonl")
     assert written.code == 0, written.err
@@ -221,7 +209,7 @@ def test_losses_of_sounds_with_labels_are_those_of_a_plain_loop(tmp_path: Path) 
         file.rename(tmp_path / "labels" / label / file.name)
     read = [samples_of(next((tmp_path / "labels" / label).iterdir())) for label in ("high", "low")]
     inputs = extractor(read, sampling_rate=16_000, return_tensors="pt", padding=True)
-    expected = plain_losses(model, {**inputs, "labels": torch.arange(2)})
+    expected = plain_losses(model, {**inputs, "labels": torch.arange(2)}, steps=STEPS, rate=RATE)
     assert train(tmp_path / "model", tmp_path / "labels", tmp_path / "out", rows=2) == pytest.approx(expected, rel=1e-4)
 
 

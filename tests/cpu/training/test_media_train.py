@@ -15,6 +15,7 @@ import torch
 import transformers
 from command import Command
 from image_models import COLORS, save_chat_model
+from plain_loop import plain_losses
 
 import upshift
 from upshift.errors import Interrupted, RequestError
@@ -66,21 +67,6 @@ def train(
     return [loss for _, loss in record.details["loss_curve"]]
 
 
-def plain_losses(model: Any, inputs: dict[str, Any]) -> list[float]:
-    """The losses of steps on the same batch, by PyTorch alone."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    model.train()
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**inputs).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def batch_of_transformers(folder: Path, conversations: list[Any]) -> dict[str, Any]:
     """The batch of transformers' own call, in which a token is learned from an assistant's mark up to the end of the turn."""
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -126,7 +112,7 @@ def test_losses_and_turns_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -
     ]
     inputs = batch_of_transformers(folder, [chat(*row)["messages"] for row in turns])
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
-    expected = plain_losses(model, inputs)
+    expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
     assert expected[-1] < expected[0]
     assert train(folder, data, tmp_path / "out", rows=4) == pytest.approx(expected, rel=2e-4)
     assert not (tmp_path / "out" / "media-checkpoints").exists()  # none were saved

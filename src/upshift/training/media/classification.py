@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from upshift.errors import RequestError
-from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at
+from upshift.loading.media_files import MediaItem, read_sound_at
 from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 from upshift.text import join_names
@@ -66,11 +66,7 @@ class SoundReader:
 
     def check(self, value: Any, row: MediaRow) -> MediaItem:
         """Return the sound that a value names. Raise RequestError if it cannot be read, or is longer than the model reads."""
-        sound = sound_of(value, row)
-        check_media([sound])
-        longest = getattr(self.processor, "chunk_length", None)
-        check_sounds([sound], rate=self.processor.sampling_rate, longest_seconds=longest)
-        return sound
+        return sound_of(value, row, self.processor)
 
     def inputs(self, sounds: Sequence[Any]) -> dict[str, Any]:
         rate = self.processor.sampling_rate

@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.loading.media_files import MediaItem, read_image_file
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_image_file
 from upshift.training.media.rows import MediaRow
 
 DATA_URL = "data:"
@@ -41,12 +41,18 @@ def image_of(value: Any, row: MediaRow) -> RowImage:
     return RowImage(content, row.place)
 
 
-def sound_of(value: Any, row: MediaRow) -> MediaItem:
-    """Return the sound that a value names. Raise RequestError for other values."""
+def sound_of(value: Any, row: MediaRow, extractor: Any) -> MediaItem:
+    """Return the sound that a value names.
+
+    Raise RequestError for other values, and for a sound that cannot be read or that is longer than the model reads."""
     content = _content_of(value, row, "audio")
     if isinstance(content, bytes):
         raise RequestError(f"{row.place} holds the bytes of a sound; write the sound to a file, and its path into the row")
-    return MediaItem("audio", content, row.place)
+    sound = MediaItem("audio", content, row.place)
+    check_media([sound])
+    longest = getattr(extractor, "chunk_length", None)  # seconds; Whisper's extractor has a window
+    check_sounds([sound], rate=extractor.sampling_rate, longest_seconds=longest)
+    return sound
 
 
 def _content_of(value: Any, row: MediaRow, name: str) -> str | bytes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from upshift.errors import RequestError
-from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
+from upshift.loading.media_files import MediaItem, read_sound_at, sound_header
 from upshift.models.source import ModelSource
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
@@ -60,9 +60,7 @@ class SpeechReader:
             raise RequestError(f"{row.place} has the text {text!r:.60}; it must be text")
         if text is None or not text.strip():
             return None
-        sound = sound_of(row.fields["audio"], row)
-        check_media([sound])
-        check_sounds([sound], rate=self.extractor.sampling_rate, longest_seconds=self._window_seconds)
+        sound = sound_of(row.fields["audio"], row, self.extractor)
         labels: list[int] = self.tokenizer(text).input_ids
         self.unknown.add(labels)
         if self._writes and labels[:1] == [self._config.decoder_start_token_id]:
