@@ -66,6 +66,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "dpo, adapter": ("DPO", preferences, {"peft_config": lora}),
     "reward": ("Reward", preferences, {}),
     "kto": ("KTO", judgements, {}),
+    "kto, adapter": ("KTO", judgements, {"peft_config": lora}),
+    "kto, reference computed before": ("KTO", judgements, {"precompute_ref_log_probs": True, "undesirable_weight": 1.5}),
 }
 
 
@@ -153,12 +155,15 @@ def test_a_batch_whose_rows_are_compared_stays_whole(model: Path, tmp_path: Path
     assert max(differences) > 1e-3, differences
 
 
-def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("case", ["sft, completions", "kto"])
+def test_a_run_is_saved_resumed_and_loaded(
+    case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {**PLANNED, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    whole = make_trainer(upshift.trl, case, model, tmp_path / "run", **options)
     whole.train()
     assert "upshift: plan: fp32" in capsys.readouterr().err
-    resumed = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    resumed = make_trainer(upshift.trl, case, model, tmp_path / "run", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (resumed, whole)]
     assert len(losses[0]) == 6 and losses[0] == losses[1]
