@@ -267,11 +267,37 @@ def test_upshift_before_the_library_is_refused(model: Path, tmp_path: Path) -> N
     assert type("Kept", (trl.SFTTrainer, upshift.Trainer), {})(model=str(model), args=config, train_dataset=texts())
 
 
+def test_an_experimental_trainer_is_found_by_its_name_and_gets_a_plan(model: Path, tmp_path: Path) -> None:
+    orpo = pytest.importorskip("trl.experimental.orpo", reason="this TRL has no ORPOTrainer")
+
+    def trained(library: Any, name: str, **of_upshift: Any) -> Any:
+        config = orpo.ORPOConfig(
+            str(tmp_path / name), report_to="none", use_cpu=True, max_steps=10, logging_steps=1, seed=7, save_strategy="no",
+            disable_tqdm=True, bf16=False, per_device_train_batch_size=4, learning_rate=1e-4,
+        )  # fmt: skip
+        trainer = library.ORPOTrainer(
+            model=transformers.AutoModelForCausalLM.from_pretrained(model),
+            args=config,
+            train_dataset=preferences(),
+            processing_class=transformers.AutoTokenizer.from_pretrained(model),
+            **of_upshift,
+        )
+        trainer.train()
+        return trainer
+
+    ours = trained(upshift.trl, "ours", **PLANNED)
+    check_same(ours, trained(orpo, "theirs"))
+    assert isinstance(ours, orpo.ORPOTrainer) and upshift.trl.ORPOTrainer is type(ours)
+    assert ours.upshift_choice.planning is not None
+    with pytest.raises(AttributeError, match="no 'UnheardOfTrainer'.*SFTTrainer and those of trl.experimental"):
+        _ = upshift.trl.UnheardOfTrainer
+
+
 def test_names() -> None:
     assert {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer"} <= set(dir(upshift.trl))
     first = upshift.trl.SFTTrainer
     assert upshift.trl.SFTTrainer is first and issubclass(first, trl.SFTTrainer) and issubclass(first, upshift.Trainer)
-    with pytest.raises(AttributeError, match="SFTConfig.*it has .*SFTTrainer"):
+    with pytest.raises(AttributeError, match="SFTConfig.*it has .*SFTTrainer.* trl has the rest"):
         _ = upshift.trl.SFTConfig
 
 
