@@ -288,7 +288,8 @@ def test_an_experimental_trainer_is_found_by_its_name_and_gets_a_plan(model: Pat
     ours = trained(upshift.trl, "ours", **PLANNED)
     check_same(ours, trained(orpo, "theirs"))
     assert isinstance(ours, orpo.ORPOTrainer) and upshift.trl.ORPOTrainer is type(ours)
-    assert ours.upshift_choice.planning is not None
+    plan = ours.upshift_choice.plan
+    assert ours.upshift_choice.planning is not None and plan.per_device_train_batch_size == 8  # answers; prompts are in them
     with pytest.raises(AttributeError, match="no 'UnheardOfTrainer'.*SFTTrainer and those of trl.experimental"):
         _ = upshift.trl.UnheardOfTrainer
 
