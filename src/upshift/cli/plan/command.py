@@ -55,6 +55,7 @@ from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
+from upshift.planning.program import OWN, read_program
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -124,6 +125,7 @@ def command(
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
+    program: exchange.Program = None,
     rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
@@ -136,7 +138,7 @@ def command(
         target = exchange.write_target(write, serves=True)
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length, quick=is_quick)
         allowed, fixed = split_names(allow), tuple(set_ or ())
-        inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
+        inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed, program)
         plan_inference.run(model, inference, plan_inference.Output(rows, as_json, target), on=on, fixed=fixed, is_quick=is_quick)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
@@ -148,12 +150,13 @@ def command(
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
+    planned_program = read_program(program)
     source = find_source(model, adapter, has_reward_head=options.has_reward_head)
     _check_takes_pairs(source, options)
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk, program=planned_program,
         lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
@@ -171,7 +174,9 @@ def command(
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
     answers.print(sample_unit(planning.profile))
-    tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
+    following = exchange.next_command(context, model, planning)
+    if following is not None:
+        tables.out.print(f"Next: {following}", soft_wrap=True, highlight=False)
 
 
 def _write_page(html: Path | None, planning: Planning, model: str) -> None:
@@ -257,6 +262,8 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
         tables.dim(f"Between nodes: {network}")
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
+    if workload.program != OWN:
+        tables.out.print(f"Predicted for {workload.runs_in.title} (--program {workload.program})", highlight=False)
     ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)

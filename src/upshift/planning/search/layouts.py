@@ -86,8 +86,11 @@ def enumerate_layouts(
                 expert_parallel=expert_parallel,
             )
             layout = layout.model_copy(update=_requested_fields(layout, profile, fixed))
-            if why_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
-                yield data, layout
+            arranged = workload.runs_in.arrange(layout, sharing=data * context)
+            if arranged is None or why_not_split(arranged) is not None:
+                continue
+            if all(getattr(arranged, name) == value for name, value in fixed.items()):
+                yield data, arranged
 
 
 def _requested_fields(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict[str, Any]:

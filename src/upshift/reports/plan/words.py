@@ -42,6 +42,7 @@ def sentence(plan: Plan, num_layers: int) -> str:
         "the loss in chunks" if plan.loss_chunk_tokens else "",
         f"weights on the {plan.weight_offload}" if plan.weight_offload != "none" else "",
         "activations on the host" if plan.activation_offload else "",
+        "updates rounded to the nearest" * plan.rounds_to_nearest,
         plan.optim + (" in the backward pass" if plan.optimizer_in_backward else "") + (" on the host" * plan.optim_offload),
     ]
     return ", ".join(part for part in parts if part)
