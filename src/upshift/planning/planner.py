@@ -292,8 +292,8 @@ def _leaner_options(plan: Plan, workload: Workload) -> str:
     Ranks that divide the model save no quantized state in parts, and update nothing in the backward pass.
     """
     program = workload.runs_in
-    leaner = (("bf16-weights", program.has("precision", "bf16-weights")), ("8bit-optimizer", program.has("optim", "adamw_bnb_8bit")))
-    names = [name for name, is_known in leaner if is_known and name not in workload.allow]
+    leaner = {"bf16-weights": ("precision", "bf16-weights"), "8bit-optimizer": ("optim", "adamw_bnb_8bit")}
+    names = [name for name, choice in leaner.items() if program.has(*choice) and name not in workload.allow]
     if plan.num_processes > 1:
         names = [name for name in names if name != "8bit-optimizer"]
     options = f"--allow {','.join((*workload.allow, *names))}, " if names else ""
