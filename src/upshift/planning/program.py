@@ -123,19 +123,30 @@ def _text(value: Any) -> str:
 
 # What only Upshift does.
 WITHOUT_OURS: Mapping[str, Sequence[Any]] = {
-    "packing": (False,), "mup_base": ("",), "optimizer_in_backward": (False,), "loss_chunk_tokens": (0,),
-    "weight_offload": ("none",), "activation_offload": (False,), "host_memory": ("system",),
+    "packing": (False,),
+    "mup_base": ("",),
+    "optimizer_in_backward": (False,),
+    "loss_chunk_tokens": (0,),
+    "weight_offload": ("none",),
+    "activation_offload": (False,),
+    "host_memory": ("system",),
     "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"),
-}  # fmt: skip
+}
 # The Trainer of transformers with accelerate: FSDP2 or DeepSpeed's ZeRO; context parallelism is torch's ring, for FSDP2 alone
 # (accelerate's ParallelismConfig). Fused kernels are Liger's (use_liger_kernel), on request. All layers are recomputed, or none.
 # Updates of bf16 weights are rounded to the nearest value.
 TRANSFORMERS_VALUES: Mapping[str, Sequence[Any]] = {
     **WITHOUT_OURS,
-    "precision": ("fp32", "tf32", "bf16", "fp16", "bf16-weights"), "recompute_granularity": ("full",),
-    "loss_kernel": ("eager", "fused"), "tensor_parallel": (1,), "pipeline_parallel": (1,), "expert_parallel": (1,),
-    "context_kind": ("ring",), "master_weights": (False,), "overlap": (True,),
-}  # fmt: skip
+    "precision": ("fp32", "tf32", "bf16", "fp16", "bf16-weights"),
+    "recompute_granularity": ("full",),
+    "loss_kernel": ("eager", "fused"),
+    "tensor_parallel": (1,),
+    "pipeline_parallel": (1,),
+    "expert_parallel": (1,),
+    "context_kind": ("ring",),
+    "master_weights": (False,),
+    "overlap": (True,),
+}
 TRANSFORMERS = Program(
     title="transformers' Trainer",
     always={"rounding": "nearest"},
@@ -146,8 +157,10 @@ TRANSFORMERS = Program(
 # Both run transformers' Trainer with peft. They pack short texts.
 PACKED_VALUES: Mapping[str, Sequence[Any]] = {**TRANSFORMERS_VALUES, "packing": (False, True)}
 AXOLOTL_VALUES: Mapping[str, Sequence[Any]] = {
-    **PACKED_VALUES, "torch_compile": ("off", "model"), "activation_offload": (False, True),
-}  # fmt: skip
+    **PACKED_VALUES,
+    "torch_compile": ("off", "model"),
+    "activation_offload": (False, True),
+}
 # torchtitan recomputes by operator unless told otherwise: all but every second mm (selective_ac_option = "op" in its
 # train_configs). It has loss parallel wherever there is tensor parallelism (disable_loss_parallel is off), and compiles its loss
 # with the layers (build_cross_entropy_loss of components/loss.py). torch's sdpa runs FlashAttention 2 there, also on an H100.
@@ -157,17 +170,26 @@ TORCHTITAN = Program(
     layout={"vocabulary_parallel": True},
     values={
         **WITHOUT_OURS,
-        "precision": ("fp32", "bf16", "fp8"), "torch_compile": ("off", "layer"), "optim": ("adamw_torch_fused", "adamw_torch"),
-        "recompute_granularity": ("full", "alternate"), "attention": ("sdpa", "flex_attention"), "fused_kernels": (False,),
-        "optim_offload": (False,), "loss_kernel": ("eager", "compiled"), "fully_shard": ("no", "gradients", "weights"),
-        "context_kind": ("ring",), "master_weights": (False,), "gather_again": (False,), "overlap": (True,),
+        "precision": ("fp32", "bf16", "fp8"),
+        "torch_compile": ("off", "layer"),
+        "optim": ("adamw_torch_fused", "adamw_torch"),
+        "recompute_granularity": ("full", "alternate"),
+        "attention": ("sdpa", "flex_attention"),
+        "fused_kernels": (False,),
+        "optim_offload": (False,),
+        "loss_kernel": ("eager", "compiled"),
+        "fully_shard": ("no", "gradients", "weights"),
+        "context_kind": ("ring",),
+        "master_weights": (False,),
+        "gather_again": (False,),
+        "overlap": (True,),
     },
     quarters=(0, 1, 2, 4),
     granularity="alternate",
     replicates_alone=True,
     takes_adapters=False,
     kernels={8: "flash_2", 9: "flash_2"},
-)  # fmt: skip
+)
 # Megatron Core with Transformer Engine. Weights in bf16, gradients in fp32, the rest by the distributed optimizer: 6 + 12 / d
 # bytes a parameter (Megatron Core user guide, "Distributed Optimizer"). Column-parallel inputs are gathered again, and embedding,
 # logits and loss divided by words (Korthikanti et al. 2022, section 4.2.2; Shoeybi et al. 2019, section 3). Transformer Engine's
@@ -179,12 +201,16 @@ MEGATRON = Program(
     layout={"master_weights": True, "gather_again": True, "vocabulary_parallel": True},
     values={
         **WITHOUT_OURS,
-        "precision": ("bf16", "fp8"), "torch_compile": ("off",), "optim": ("adamw_torch_fused",), "attention": ("sdpa",),
-        "recompute_granularity": ("full",), "fully_shard": ("optimizer",),
+        "precision": ("bf16", "fp8"),
+        "torch_compile": ("off",),
+        "optim": ("adamw_torch_fused",),
+        "attention": ("sdpa",),
+        "recompute_granularity": ("full",),
+        "fully_shard": ("optimizer",),
         "pipeline_schedule": ("1f1b", "interleaved_1f1b"),
     },
     takes_adapters=False,
-)  # fmt: skip
+)
 PROGRAMS: Mapping[ProgramName, Program] = {
     "upshift": Program(title="Upshift"),
     "transformers": TRANSFORMERS,

@@ -90,8 +90,8 @@ AllowAny = Annotated[
 Risk = Annotated[
     float | None,
     option(
-        "--risk", text="The probability of running out of memory that you accept, between 0 and 0.5.", panel=Panel.PLAN,
-        metavar="X", default="leave 5 % of the memory free", least=ABOVE_ZERO, most=0.5,
+        "--risk", text="The accepted probability of running out of memory, from 0 to 0.5.", panel=Panel.PLAN,
+        metavar="X", default="keep 5 % free", least=ABOVE_ZERO, most=0.5,
     ),
 ]  # fmt: skip
 Train = Annotated[bool, option("--train", text="Plan a training run. This is the default.", panel=Panel.TASK)]
@@ -125,8 +125,7 @@ def command(
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
-    program: exchange.Program = None,
-    rows: Rows = None, html: Html = None, as_json: Json = False,
+    program: exchange.Program = None, rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     quick.check_options(context, quick=is_quick)
@@ -150,14 +149,13 @@ def command(
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
-    planned_program = read_program(program)
     source = find_source(model, adapter, has_reward_head=options.has_reward_head)
     _check_takes_pairs(source, options)
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk, program=planned_program,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options),
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
@@ -174,9 +172,7 @@ def command(
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
     answers.print(sample_unit(planning.profile))
-    following = exchange.next_command(context, model, planning)
-    if following is not None:
-        tables.out.print(f"Next: {following}", soft_wrap=True, highlight=False)
+    exchange.print_next_command(context, model, planning)
 
 
 def _write_page(html: Path | None, planning: Planning, model: str) -> None:

@@ -16,9 +16,8 @@ from upshift.cli.plan.questions import Request
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import NothingFits, RequestError
 from upshift.models.source import AdapterOptions
-from upshift.planning.inference.plan import PROGRAM_NAMES as ENGINE_NAMES
 from upshift.planning.planner import Planning
-from upshift.planning.program import OWN, PROGRAM_NAMES
+from upshift.planning.program import OWN
 from upshift.planning.programs.job import Inexpressible, Job, trainer_arguments
 from upshift.planning.programs.write import (
     SERVERS,
@@ -41,9 +40,8 @@ Write = Annotated[
 Program = Annotated[
     str | None,
     option(
-        "--program", panel=Panel.PLAN, metavar="PROGRAM", default="upshift",
-        text=f"Predict for another program. Training: {', '.join(PROGRAM_NAMES[1:])}. "
-        f"With --generate: {', '.join(ENGINE_NAMES[1:])}.",
+        "--program", panel=Panel.PLAN, metavar="NAME", default="upshift",
+        text="Plan for a program such as vllm.",
     ),
 ]  # fmt: skip
 From = Annotated[
@@ -125,6 +123,13 @@ def _best_for(program: str, request: Request, planning: Planning, job: Job) -> C
 
 def _names(assignments: tuple[str, ...]) -> set[str]:
     return {assignment.partition("=")[0].strip() for assignment in assignments}
+
+
+def print_next_command(context: typer.Context, model: str, planning: Planning) -> None:
+    """Print the command to type next, if there is one."""
+    command = next_command(context, model, planning)
+    if command is not None:
+        tables.out.print(f"Next: {command}", soft_wrap=True, highlight=False)
 
 
 def next_command(context: typer.Context, model: str, planning: Planning) -> str | None:

@@ -147,7 +147,7 @@ Tokens = Annotated[
 Deadline = Annotated[
     str | None,
     option(
-        "--deadline", text="With --compare: the longest time of the run, such as 90min, 72h or 3d.", panel=Panel.QUESTIONS,
+        "--deadline", text="With --compare: the longest run, such as 90min, 72h or 3d.", panel=Panel.QUESTIONS,
         metavar="TIME",
     ),
 ]  # fmt: skip
