@@ -145,6 +145,7 @@ TRANSFORMERS_VALUES: Mapping[str, Sequence[Any]] = {
     "expert_parallel": (1,),
     "context_kind": ("ring",),
     "master_weights": (False,),
+    "bf16_gradients": (False,),
     "overlap": (True,),
 }
 TRANSFORMERS = Program(
@@ -181,6 +182,7 @@ TORCHTITAN = Program(
         "fully_shard": ("no", "gradients", "weights"),
         "context_kind": ("ring",),
         "master_weights": (False,),
+        "bf16_gradients": (False,),
         "gather_again": (False,),
         "overlap": (True,),
     },
@@ -212,7 +214,7 @@ MEGATRON = Program(
     takes_adapters=False,
 )
 PROGRAMS: Mapping[ProgramName, Program] = {
-    "upshift": Program(title="Upshift"),
+    "upshift": Program(title="Upshift", values={"bf16_gradients": (False,)}),
     "transformers": TRANSFORMERS,
     "axolotl": Program("Axolotl", TRANSFORMERS.always, values=AXOLOTL_VALUES, quarters=(0, 4), replicates_alone=True),
     "llama-factory": Program("LLaMA-Factory", TRANSFORMERS.always, values=PACKED_VALUES, quarters=(0, 4), replicates_alone=True),

@@ -376,6 +376,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
 
 def _reason_not_legal_anywhere(name: str) -> str | None:
     """Return what a field needs that this host or this request lacks, in brackets; None if the field needs nothing."""
+    if name == "rounding":
+        return " (Upshift rounds stochastically; add --program transformers, whose optimizers round to the nearest)"
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name == WEIGHT_OFFLOAD:
