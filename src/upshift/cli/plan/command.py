@@ -47,6 +47,7 @@ from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
+from upshift.hardware.spec import Host
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.analysis.what_if import hint_at_allow
@@ -244,6 +245,15 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
+def _print_host_notes(host: Host) -> None:
+    """Print how many nodes are planned as one, and the network between nodes that the user did not name."""
+    if (joined := host.origin.get("num_nodes", "described")) != "described" and host.num_nodes > 1:
+        tables.dim(f"{host.name} is planned as {host.num_nodes}x{host.gpus_per_node}: {joined}")
+    network = host.origin.get("inter_node")
+    if host.num_nodes > 1 and network is not None:
+        tables.dim(f"Between nodes: {network}")
+
+
 def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed: tuple[str, ...] = ()) -> None:
     if adapter is not None:
         tables.out.print(adapter, highlight=False)
@@ -253,9 +263,7 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
-    network = host.origin.get("inter_node")
-    if host.num_nodes > 1 and network is not None:
-        tables.dim(f"Between nodes: {network}")
+    _print_host_notes(host)
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     if workload.program != OWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -147,7 +148,9 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
         return None if target is None else shlex.join(["upshift", "plan", model, *again, "--write", target])
     words = ["upshift"]
     if host.num_nodes > 1:
-        words += ["launch", "--slurm", "--nodes", str(host.num_nodes), "--gpus", str(host.gpus_per_node), "--"]
+        written = re.match(r"(\d+)x(\d+)x", host.name)  # a rack's trays are nodes, although NVLink joins them
+        nodes, gpus = written.groups() if written else (str(host.num_nodes), str(host.gpus_per_node))
+        words += ["launch", "--slurm", "--nodes", nodes, "--gpus", gpus, "--"]
     words += ["train", model]
     for name in SAME_IN_TRAINING:
         if name in options:
