@@ -11,7 +11,7 @@ than the measurement: more tokens per second, or more memory.
 {summary}
 
 These runs train whole models: none of them uses an adapter (LoRA). They ran in other programs, such as Megatron-LM, LLM Foundry
-and torchtitan. `upshift plan --program` predicts for some of them. Upshift itself was measured on one GPU, with
+and torchtitan. The option `--program` of `upshift plan` predicts for some of them. Upshift itself was measured on one GPU, with
 eight settings of BERT-large ([GPU check](gpu_check.md#bert-large-by-eight-settings)).
 
 ## Speed
