@@ -93,9 +93,7 @@ def enumerate_layouts(
                 yield data, arranged
 
 
-def _requested_fields(
-    layout: Layout, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]
-) -> dict[str, Any]:
+def _requested_fields(layout: Layout, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that are only set on request, where this layout can have them."""
     divides_vocabulary = (
         layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
