@@ -14,11 +14,23 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
-from upshift.cli.options import Engine, Json, MaxLatency, Model, OnRay, Overwrite, Quality, RaceSeconds, WorkerReplicas, option
+from upshift.cli.options import (
+    Engine,
+    Json,
+    MaxLatency,
+    Model,
+    OnRay,
+    Overwrite,
+    Quality,
+    RaceSeconds,
+    TensorParallel,
+    WorkerReplicas,
+    option,
+)
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.importing import importing
-from upshift.inference.workers.options import WorkerOptions, encoding_workers
+from upshift.inference.workers.options import WorkerOptions, encoding_workers, refuse_ranks
 from upshift.settings import wait_briefly
 
 Input = Annotated[
@@ -62,6 +74,7 @@ def command(
     max_latency_ms: MaxLatency = None,
     race_seconds: RaceSeconds = None,
     replicas: WorkerReplicas = None,
+    tensor_parallel: TensorParallel = None,
     on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -69,6 +82,7 @@ def command(
     """Turn texts, images or sounds into vectors, or texts or pairs of texts into scores. Tests the installed engines on some of
     the input, and uses the fastest one."""
     wait_briefly()
+    refuse_ranks("encode")
     from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
     from upshift.inference.media.files import holds_media
     from upshift.inference.weights import find_weights
@@ -77,7 +91,7 @@ def command(
     media_options = MediaOptions(quality, engine, longest_race, overwrite, as_json)
     workers = WorkerOptions(replicas, on_ray)
     if holds_media(texts):
-        refuse_options(query, task, max_latency_ms, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel, workers)
         encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
@@ -89,12 +103,12 @@ def command(
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
-        refuse_options(query, task, max_latency_ms, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel, workers)
         encode_media(model, texts, output, media_options)
         return
     arguments: dict[str, Any] = {
         "model": model, "quality": quality, "engine": engine, "max_latency_ms": max_latency_ms, "race_seconds": longest_race,
-        **({} if has_pairs else {"task": checked_task}),
+        "tensor_parallel": tensor_parallel or 1, **({} if has_pairs else {"task": checked_task}),
     }  # fmt: skip
     _encode_texts(arguments, texts, query, output, workers, has_pairs=has_pairs, as_json=as_json)
 

@@ -29,10 +29,14 @@ class MediaOptions(NamedTuple):
     as_json: bool
 
 
-def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None, workers: WorkerOptions) -> None:
+def refuse_options(
+    query: str | None, task: str | None, max_latency_ms: float | None, tensor_parallel: int | None, workers: WorkerOptions
+) -> None:
     """Raise RequestError for an option that is set and that images and sounds do not have."""
     refuse_workers(workers, "images and sounds are encoded in one process")
-    for option, value in (("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms)):
+    for option, value in (
+        ("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms), ("--tensor-parallel", tensor_parallel),
+    ):  # fmt: skip
         if value is not None:
             raise RequestError(f"{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
 

@@ -27,6 +27,7 @@ from upshift.cli.options import (
     Overwrite,
     Quality,
     RaceSeconds,
+    TensorParallel,
     WorkerReplicas,
     option,
     read_generation_settings,
@@ -37,7 +38,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
 from upshift.inference.resumable_output import first_record
-from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
+from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_ranks, refuse_workers
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
@@ -101,7 +102,7 @@ Form = Annotated[
 NOT_OF_BATCHES = {  # the parameters that a batch of requests does not take
     "prompt": "--prompt", "max_new_tokens": "--max-new-tokens", "stop": "--stop", "seed": "--seed", "chat": "--chat",
     "engine_python": "--engine-python", "engine_settings": "--engine-set", "replicas": "--replicas", "on_ray": "--ray",
-    "backend": "--backend",
+    "tensor_parallel": "--tensor-parallel", "backend": "--backend",
 }  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 SOUND_BLOCK = 32  # sounds between two records of the progress
@@ -133,6 +134,7 @@ def command(
     max_memory: MaxMemory = None,
     race_seconds: RaceSeconds = None,
     replicas: WorkerReplicas = None,
+    tensor_parallel: TensorParallel = None,
     on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -140,6 +142,7 @@ def command(
     """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
     given = dict(locals())
     wait_briefly()
+    refuse_ranks("generate")
     if prompts is not None and _holds_sounds(prompts):
         _transcribe(given)
         return
@@ -149,6 +152,7 @@ def command(
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
         "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft,
+        "tensor_parallel": tensor_parallel,
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if form == BATCH_FORM and prompts is not None and output is not None:
@@ -314,6 +318,7 @@ def _generator_arguments(model: str, race_options: Mapping[str, Any], *, chat: b
         "chat": chat,
         "max_memory": read_max_memory(race_options["max_memory"]),
         "race_seconds": "run" if longest_race is None else longest_race,
+        "tensor_parallel": race_options["tensor_parallel"] or 1,
     }
 
 

@@ -270,6 +270,13 @@ WorkerReplicas = Annotated[
         panel=Panel.ENGINES, metavar="N", default="1; with --ray one for each GPU or host", least=1,
     ),
 ]  # fmt: skip
+TensorParallel = Annotated[
+    int | None,
+    option(
+        "--tensor-parallel", text="GPUs, or groups of cores, that share each layer. Uses the engine torch.", panel=Panel.ENGINES,
+        metavar="N", default="1: each device has the whole model", least=1,
+    ),
+]  # fmt: skip
 OnRay = Annotated[
     bool, option("--ray", text="Run the copies on a Ray cluster: RAY_ADDRESS, or this machine.", panel=Panel.ENGINES)
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
+from upshift.inference.engine_environment import EngineEnvironment
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.model import generation_task
 from upshift.inference.generation.prompts import Prompts
@@ -43,9 +44,16 @@ def find_draft(model: str, source: ModelSource, tokenizer: Any, engine: str | No
     return draft
 
 
-def speculative_config(draft: ModelSource) -> str:
-    """Return vLLM's ``speculative_config`` for a draft model, as JSON."""
-    return json.dumps({"method": "draft_model", "model": str(draft.directory), "num_speculative_tokens": GUESSED_TOKENS})
+def add_draft(environment: EngineEnvironment, draft: ModelSource) -> EngineEnvironment:
+    """Return the environment with vLLM's argument for a draft model.
+
+    Raise RequestError if the user fixed that argument, too."""
+    if environment.arguments.speculative_config is not None:
+        raise RequestError(
+            f"--draft {draft.reference} and --engine-set speculative_config are two ways to guess; leave out one of them"
+        )
+    config = json.dumps({"method": "draft_model", "model": str(draft.directory), "num_speculative_tokens": GUESSED_TOKENS})
+    return environment.changed(arguments=environment.arguments.changed(speculative_config=config))
 
 
 class DraftModel:
@@ -54,7 +62,7 @@ class DraftModel:
     def __init__(self, source: ModelSource, setup: EngineSetup) -> None:
         """Load the draft model in the precision of the setup, for one text at a time."""
         folder = engine_folder("generate", source, "torch")
-        self._decoder = build_engine("generate", "torch", DecoderBuild(source, setup.changed(batch=1), folder))
+        self._decoder = build_engine("generate", "torch", DecoderBuild(source, setup.changed(batch=1, tensor_parallel=1), folder))
         self._positions = positions_of(source)
         self._cached: list[int] = []  # the tokens whose keys and values the decoder has
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
+from upshift.settings import read_ranks
 
 GENERATOR = "upshift.inference.generation.generator:Generator"
 PATHS = ("model", "draft")  # arguments that may be folders
@@ -33,6 +34,16 @@ def refuse_workers(options: WorkerOptions, reason: str) -> None:
         raise RequestError(f"{given} shares the texts of a file among workers, and {reason}; leave it out")
 
 
+def refuse_ranks(command: str) -> None:
+    """Raise RequestError if a launcher started this process as one of several ranks, which would all write one file."""
+    ranks = read_ranks()
+    if ranks is not None and ranks.size > 1:
+        raise RequestError(
+            f"a launcher started upshift {command} {ranks.size} times (this is rank {ranks.rank}); start it once: with "
+            f"--replicas {ranks.size} for copies of the model, or --tensor-parallel {ranks.size} for one model on as many devices"
+        )
+
+
 @contextmanager
 def generation_workers(generator: Any, options: WorkerOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
     """Start workers that answer prompts, or give None if the command answers them itself.
@@ -46,7 +57,7 @@ def generation_workers(generator: Any, options: WorkerOptions, arguments: Mappin
     from upshift.inference.workers.dispatcher import Job
     from upshift.inference.workers.text_workers import GenerationWorkers, open_workers, share_memory
 
-    devices = read_arguments(arguments["engine_arguments"]).ranks
+    devices = read_arguments(arguments["engine_arguments"]).ranks * arguments["tensor_parallel"]
     given = _with_whole_paths(arguments)
     if not options.on_ray:
         count = count_replicas(options.replicas, devices=devices)
@@ -67,11 +78,12 @@ def encoding_workers(encoder: Any, options: WorkerOptions, arguments: Mapping[st
     from upshift.inference.workers.dispatcher import Job
     from upshift.inference.workers.text_workers import EncodingWorkers, open_workers, share_memory
 
+    devices = arguments["tensor_parallel"]
     if not options.on_ray:
-        share_memory(encoder.source, encoder.host, count_replicas(options.replicas), None)
+        share_memory(encoder.source, encoder.host, count_replicas(options.replicas, devices=devices), None)
     kind = type(encoder)
     job = Job(f"{kind.__module__}:{kind.__name__}", _with_whole_paths(arguments))
-    with open_workers(job, options.replicas, on_ray=options.on_ray) as dispatcher:
+    with open_workers(job, options.replicas, on_ray=options.on_ray, devices=devices) as dispatcher:
         yield EncodingWorkers(encoder, dispatcher)
 
 
