@@ -81,7 +81,7 @@ Chat = Annotated[
 Draft = Annotated[
     str | None,
     option(
-        "--draft", text="A smaller model that guesses tokens, which MODEL checks. Needs --engine torch or vllm.",
+        "--draft", text="A smaller model that guesses tokens, which MODEL checks. Needs --engine torch, openvino or vllm.",
         panel=Panel.ENGINES, metavar="MODEL", default="none",
     ),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from upshift.inference.computing_device import computing_host
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft
+from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft, load_draft
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
@@ -99,7 +99,7 @@ class Generator:
         race_seconds: time of the race. "run": no longer than the run of the first call takes.
         engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
         tensor_parallel: devices of this machine that share each layer. Above 1 the engine is "torch".
-        draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch" or "vllm".
+        draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch", "openvino" or "vllm".
         adapters: the folders of LoRA adapters that a server's requests may name. Only vLLM computes them.
         serves: a server uses the engine, so that it gives log-probabilities and holds texts to a form.
         engine_arguments: the engine arguments of vLLM to fix, by vLLM's names, such as {"tensor_parallel_size": 2}.
@@ -281,7 +281,7 @@ class Generator:
         engine = build_engine(self.task, setup.engine, build)
         if setup.environment is None:
             self._decoder = engine
-            self._draft_model = None if self._draft is None else DraftModel(self._draft, setup)
+            self._draft_model = None if self._draft is None else load_draft(self._draft, self.source, setup, engine)
             return
         self.text_engine = engine
         if self._serves:  # requests are then checked against what the engine has
