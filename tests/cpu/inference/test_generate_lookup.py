@@ -174,7 +174,7 @@ def test_a_draft_model_that_guesses_right_saves_passes(made: dict[str, str], eng
 
 
 def test_an_engine_that_cannot_check_guesses_is_refused(made: dict[str, str]) -> None:
-    model = made["bloom, alibi"]
+    model = made["gemma2, sliding"]
     source = find_weights(model)
     with pytest.raises(RequestError, match="keeps its keys and values in states there"):
         find_draft(model, source, None, "openvino")
