@@ -88,10 +88,10 @@ def command(
     from upshift.inference.weights import find_weights
 
     longest_race: float | Literal["run"] = "run" if race_seconds is None else race_seconds
-    media_options = MediaOptions(quality, engine, longest_race, overwrite, as_json)
     workers = WorkerOptions(replicas, on_ray)
+    media_options = MediaOptions(quality, engine, longest_race, workers, overwrite, as_json)
     if holds_media(texts):
-        refuse_options(query, task, max_latency_ms, tensor_parallel, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel)
         encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
@@ -103,7 +103,7 @@ def command(
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
-        refuse_options(query, task, max_latency_ms, tensor_parallel, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel)
         encode_media(model, texts, output, media_options)
         return
     arguments: dict[str, Any] = {

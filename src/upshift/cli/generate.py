@@ -38,7 +38,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
 from upshift.inference.resumable_output import first_record
-from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_ranks, refuse_workers
+from upshift.inference.workers.options import WorkerOptions, encoding_workers, generation_workers, refuse_ranks, refuse_workers
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
@@ -106,7 +106,8 @@ NOT_OF_BATCHES = {  # the parameters that a batch of requests does not take
 }  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 SOUND_BLOCK = 32  # sounds between two records of the progress
-TAKEN_BY_SOUNDS = ("model", "prompts", "output", "max_new_tokens", "overwrite", "as_json")
+LEAST_SOUNDS = 8  # that a worker computes together
+TAKEN_BY_SOUNDS = ("model", "prompts", "output", "max_new_tokens", "replicas", "on_ray", "overwrite", "as_json")
 UNSET: tuple[Any, ...] = ([], "plain", "exact", "race")  # the defaults of the other parameters, beside None and False
 UNLIKE_FLAGS = {"options": "--set", "form": "--format", "engine_settings": "--engine-set", "on_ray": "--ray"}
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
@@ -199,7 +200,7 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     _refuse_for_sounds(given)
     model, prompts, output = given["model"], given["prompts"], given["output"]
     max_new_tokens = given["max_new_tokens"]
-    from upshift.inference.media.files import read_media
+    from upshift.inference.media.files import read_media, with_whole_paths
     from upshift.inference.resumable_output import UnfinishedLines, check_output, output_identity
     from upshift.inference.weights import files_identity, find_weights
     from upshift.loading.media_files import check_media
@@ -221,12 +222,20 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     identity = output_identity(inputs, transcriber.source, files, repr(max_new_tokens))
     start = time.perf_counter()
     seconds_of_sound = 0.0
-    with closing(UnfinishedLines(output, len(items), identity)) as lines, tables.bar("Transcribing") as update:
+    workers = WorkerOptions(given["replicas"], given["on_ray"])
+    arguments = {"model": model, "max_new_tokens": max_new_tokens}
+    with (
+        encoding_workers(transcriber, workers, arguments) as pool,
+        closing(UnfinishedLines(output, len(items), identity)) as lines,
+        tables.bar("Transcribing") as update,
+    ):
         num_resumed = lines.done
-        for begin in range(num_resumed, len(items), SOUND_BLOCK):
-            update(begin, len(items))
-            block = items[begin : begin + SOUND_BLOCK]
-            transcripts = list(transcriber.transcribe(block))
+        size = SOUND_BLOCK if pool is None else pool.block_size(len(items), SOUND_BLOCK, least=LEAST_SOUNDS)
+        blocks = [items[begin : begin + size] for begin in range(num_resumed, len(items), size)]
+        given_blocks = map(with_whole_paths, blocks)
+        results = map(transcriber.write_down, given_blocks) if pool is None else pool.encode(given_blocks, "write_down")
+        for block, transcripts in zip(blocks, results, strict=True):
+            update(lines.done, len(items))
             seconds_of_sound += sum(transcript.seconds for transcript in transcripts)
             lines.add(
                 {"audio": item.content, "text": found.text, "tokens": len(found.tokens), "seconds": round(found.seconds, 3)}

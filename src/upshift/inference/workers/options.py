@@ -68,9 +68,9 @@ def generation_workers(generator: Any, options: WorkerOptions, arguments: Mappin
 
 @contextmanager
 def encoding_workers(encoder: Any, options: WorkerOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Start workers that encode texts, or give None if the command encodes them itself.
+    """Start workers that encode texts, images or sounds, or write sounds down, or give None if the command does it itself.
 
-    ``encoder``: that of this process. ``arguments``: those of each worker's encoder."""
+    ``encoder``: the encoder or transcriber of this process. ``arguments``: those of each worker's."""
     if not options.are_used:
         yield None
         return
@@ -78,7 +78,7 @@ def encoding_workers(encoder: Any, options: WorkerOptions, arguments: Mapping[st
     from upshift.inference.workers.dispatcher import Job
     from upshift.inference.workers.text_workers import EncodingWorkers, open_workers, share_memory
 
-    devices = arguments["tensor_parallel"]
+    devices = arguments.get("tensor_parallel", 1)
     if not options.on_ray:
         share_memory(encoder.source, encoder.host, count_replicas(options.replicas, devices=devices), None)
     kind = type(encoder)
