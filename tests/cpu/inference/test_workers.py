@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import transformers
 from command import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from test_media import saved, write_sound
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -142,6 +144,7 @@ def save(folder: Path, model: transformers.PreTrainedModel) -> str:
 def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
     factories = {
         "encode": registry.EngineFactory("torch_engine:TorchEngine", ("fp32",)),
+        "media": registry.EngineFactory("torch_media:TorchMediaEngine", ("fp32",)),
         "generate": registry.EngineFactory("torch_decoder:TorchDecoder", ("fp32",)),
     }
     monkeypatch.setattr(registry, "ENGINES", {"torch": registry.ENGINES["torch"]._replace(factories=factories)})
@@ -197,6 +200,30 @@ def test_replicas_write_the_rows_of_one_process(texts: Path, upshift: Command, t
         assert answer.code == 0, answer.err
     alone, shared = (np.load(tmp_path / f"{name}.npy") for name in ("alone", "shared"))
     assert alone.shape == (200, 32) and np.abs(alone - shared).max() < 1e-5
+
+
+def test_replicas_read_the_sounds_of_one_process(
+    texts: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors and texts of sounds that are named relative to the command's own folder."""
+    del texts  # workers are in this process
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "model", "wav2vec2")
+    letters = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *map(chr, range(97, 123))])}
+    (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
+    transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "model" / "vocab.json")).save_pretrained(tmp_path / "model")
+    for number in range(20):
+        write_sound(tmp_path / f"{number}.wav", np.sin(np.arange(4_000) * 0.02 * (number + 1)) * 20_000)
+    (tmp_path / "sounds.jsonl").write_text("".join(f'{{"audio": "{number}.wav"}}\n' for number in range(20)))
+    for name, options in {"alone": (), "shared": ("--replicas", 3)}.items():
+        encode = upshift("encode", "model", "--input", "sounds.jsonl", "--output", f"{name}.npy", "--engine", "torch", *options)
+        assert encode.code == 0, encode.err
+        write = upshift("generate", "model", "--prompts", "sounds.jsonl", "--output", f"{name}.jsonl", *options)
+        assert write.code == 0, write.err
+    assert Path("shared.jsonl").read_text() == Path("alone.jsonl").read_text()
+    alone, shared = (np.load(f"{name}.npy") for name in ("alone", "shared"))
+    assert alone.shape == (20, 32) and np.abs(alone - shared).max() < 1e-6
+    assert len({row.tobytes() for row in alone}) == 20
 
 
 def test_workers_that_are_not_possible_are_one_line(texts: Path, upshift: Command, tmp_path: Path) -> None:
