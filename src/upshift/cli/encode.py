@@ -27,7 +27,7 @@ from upshift.cli.options import (
     WorkerReplicas,
     option,
 )
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.importing import importing
 from upshift.inference.workers.options import WorkerOptions, encoding_workers, refuse_ranks
@@ -130,17 +130,20 @@ def _encode_texts(
         check_form(output, encoder.config.output)
         total = count_lines(texts)
         encoder.check_lengths(read_items(texts, query))
-    with encoding_workers(encoder, workers, arguments) as pool:
+    with encoding_workers(encoder, workers, arguments, total) as pool:
         with tables.step("Racing the installed engines on a sample of the texts"):
             sample = encoder.take_sample(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
             (pool or encoder).prepare_sample(sample, total)
         start = time.perf_counter()
         num_encoded = _encode(encoder, pool, texts, query, output, total)
-    _report(encoder, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
+    copies = None if pool is None else pool.size
+    _report(encoder, copies, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
 
 
-def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: float, *, as_json: bool) -> None:
-    """Print the race, and how many texts were encoded in how many seconds."""
+def _report(
+    encoder: Any, copies: int | None, output: Path, total: int, num_encoded: int, seconds: float, *, as_json: bool
+) -> None:
+    """Print the race, and how many texts were encoded in how many seconds. ``copies``: of the model, that shared the texts."""
     race: Any = encoder.race
     if as_json:
         document = {
@@ -153,7 +156,7 @@ def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: f
     if race.runs:
         tables.out.print(_encode_race_table(race))
     print_race_notes(race, "texts/s")
-    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens{describe_copies(copies)}")
     rate = f", {num_encoded / seconds:,.0f} a second" if num_encoded and seconds else ""
     tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from upshift.cli import tables
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.errors import RequestError
 from upshift.importing import importing
-from upshift.inference.workers.options import WorkerOptions, encoding_workers
+from upshift.inference.workers.options import LEAST_MEDIA, WorkerOptions, encoding_workers
 
 BLOCK = 256  # items between two records of the progress
 LEAST_BLOCK = 16  # items that a worker computes together
@@ -61,13 +61,14 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     with tables.step("Reading the model"):
         encoder = MediaEncoder(**arguments, on_run=run_printer(UNIT))
         encoder.check(items)
-    with encoding_workers(encoder, options.workers, arguments) as pool:
+    with encoding_workers(encoder, options.workers, arguments, len(items), least=LEAST_MEDIA) as pool:
         with tables.step("Racing the installed engines on a sample of the files"):
             sample = pick_evenly(with_whole_paths(items), SAMPLE_ITEMS)
             (pool or encoder).prepare_sample(sample, len(items))
         start = time.perf_counter()
         num_encoded = _encode(encoder, pool, path, items, output)
         seconds = time.perf_counter() - start
+        copies = describe_copies(None if pool is None else pool.size)
     race: Any = encoder.race
     if options.as_json:
         document = {
@@ -80,7 +81,7 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     if race.runs:
         tables.out.print(race_table(race, "batch", UNIT, {"load s": lambda run: f"{run.load_seconds:.1f}"}))
     print_race_notes(race, UNIT)
-    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,}")
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,}{copies}")
     rate = f", {num_encoded / seconds:,.1f} a second" if num_encoded and seconds else ""
     tables.out.print(f"{len(items):,} rows in {output} ({num_encoded:,} encoded now{rate})")
 

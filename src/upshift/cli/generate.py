@@ -33,12 +33,19 @@ from upshift.cli.options import (
     read_generation_settings,
     read_settings_of,
 )
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
-from upshift.inference.resumable_output import first_record
-from upshift.inference.workers.options import WorkerOptions, encoding_workers, generation_workers, refuse_ranks, refuse_workers
+from upshift.inference.resumable_output import count_lines, first_record
+from upshift.inference.workers.options import (
+    LEAST_MEDIA,
+    WorkerOptions,
+    encoding_workers,
+    generation_workers,
+    refuse_ranks,
+    refuse_workers,
+)
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
@@ -173,7 +180,7 @@ def command(
         _stream(generator, prompt, generation, as_json=as_json)
         return
     assert prompts is not None and output is not None
-    with generation_workers(generator, workers, arguments) as pool:
+    with generation_workers(generator, workers, arguments, count_lines(prompts)) as pool:
         _generate_file(generator, prompts, output, generation, pool, as_json=as_json)
 
 
@@ -225,7 +232,7 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     workers = WorkerOptions(given["replicas"], given["on_ray"])
     arguments = {"model": model, "max_new_tokens": max_new_tokens}
     with (
-        encoding_workers(transcriber, workers, arguments) as pool,
+        encoding_workers(transcriber, workers, arguments, len(items), least=LEAST_MEDIA) as pool,
         closing(UnfinishedLines(output, len(items), identity)) as lines,
         tables.bar("Transcribing") as update,
     ):
@@ -421,11 +428,11 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, wo
         }  # fmt: skip
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    _print_race(generator)
+    _print_race(generator, None if workers is None else workers.size)
     tables.out.print(f"{total:,} answers in {output} ({num_generated:,} now, {num_tokens / seconds:,.0f} tokens/s)")
 
 
-def _print_race(generator: Any) -> None:
+def _print_race(generator: Any, copies: int | None) -> None:
     race = generator.race
     if race.runs:
         tables.out.print(_generate_race_table(race))
@@ -433,7 +440,7 @@ def _print_race(generator: Any) -> None:
     if race.divided is not None:
         dim(race.divided)
     print_race_notes(race, "tokens/s")
-    tables.out.print(f"Chosen: {race.chosen.label()}, {race.chosen.batch} at once")
+    tables.out.print(f"Chosen: {race.chosen.label()}, {race.chosen.batch} at once{describe_copies(copies)}")
 
 
 def _answer_fields(completion: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from decimal import Context, Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from upshift.inference import registry
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.workers import text_workers
 from upshift.inference.workers.dispatcher import Answer, Dispatcher, Job, Task
+from upshift.inference.workers.options import encoding_workers
 from upshift.inference.workers.process_pool import ProcessPool
 from upshift.inference.workers.ray_pool import RayPool
 from upshift.inference.workers.worker import Worker
@@ -157,8 +159,8 @@ SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_atte
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of 200 texts, for which workers are in this process."""
     monkeypatch.setattr(text_workers, "ProcessPool", OwnPool)
-    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas)
-    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas)
+    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas or 1)
+    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas or 1)
     path = tmp_path / "texts.txt"
     path.write_text("".join(f"text {'x' * (number % 7)} {number}\n" for number in range(200)))
     return path
@@ -224,6 +226,20 @@ def test_replicas_read_the_sounds_of_one_process(
     alone, shared = (np.load(f"{name}.npy") for name in ("alone", "shared"))
     assert alone.shape == (20, 32) and np.abs(alone - shared).max() < 1e-6
     assert len({row.tobytes() for row in alone}) == 20
+
+
+def test_a_long_file_is_shared_by_a_copy_for_each_device(
+    texts: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices, and as many texts as pay for two copies, or one text less."""
+    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas or 2)
+    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas or 2)
+    model = save(tmp_path / "model", transformers.BertModel(transformers.BertConfig(**SMALL)))
+    ask = ("encode", model, "--input", texts, "--output", tmp_path / "rows.npy", "--engine", "torch", "--overwrite")
+    for least, copies, flags in ((100, 2, ()), (101, None, ()), (100, None, ("--replicas", 1))):
+        monkeypatch.setattr("upshift.cli.encode.encoding_workers", partial(encoding_workers, least=least))
+        answer = upshift(*ask, *flags)
+        assert answer.code == 0 and (f"{copies} copies of the model" in answer.out) == (copies is not None), answer.err
 
 
 def test_workers_that_are_not_possible_are_one_line(texts: Path, upshift: Command, tmp_path: Path) -> None:
