@@ -159,16 +159,14 @@ def command(
     generation_options = _merge_options(options or [], flags)
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
-        "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft,
-        "tensor_parallel": tensor_parallel,
+        "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft, "tensor_parallel": tensor_parallel,
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if form == BATCH_FORM and prompts is not None and output is not None:
         _answer_batch(model, prompts, output, race_options, generation_options, as_json=as_json)
         return
-    workers = WorkerOptions(replicas, on_ray)
     if backend != "race":
-        refuse_workers(workers, "--backend xla computes in one process")
+        refuse_workers(WorkerOptions(replicas, on_ray), "--backend xla computes in one process")
         generate_xla.check(backend, {**race_options, "stop": stop})
         generate_xla.run(
             model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=generation_options, as_json=as_json
@@ -180,7 +178,7 @@ def command(
         _stream(generator, prompt, generation, as_json=as_json)
         return
     assert prompts is not None and output is not None
-    with generation_workers(generator, workers, arguments, count_lines(prompts)) as pool:
+    with generation_workers(generator, WorkerOptions(replicas, on_ray), arguments, count_lines(prompts)) as pool:
         _generate_file(generator, prompts, output, generation, pool, as_json=as_json)
 
 

@@ -184,7 +184,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         {
             "encode": EngineFactory("torch_engine:build_encoder", ("fp32", "tf32", "bf16"), ON_GPU),
             "media": EngineFactory("torch_media:TorchMediaEngine", ("fp32", "tf32", "bf16"), ON_GPU),
-            "generate": EngineFactory("torch_ranks:build_decoder", ("fp32", "bf16"), ON_GPU),
+            "generate": EngineFactory("torch_decoder:build_decoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
             "states": EngineFactory("torch_decoder:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
             "as-transformers": EngineFactory("torch_generate:TransformersDecoder", ("fp32", "bf16"), ON_GPU),

@@ -19,7 +19,7 @@ from command import Command
 from upshift.errors import EngineEnded, JobFailed
 from upshift.hardware.detect import detect
 from upshift.inference import registry, tensor_parallel
-from upshift.inference.generation.engines import torch_ranks
+from upshift.inference.generation.engines import torch_decoder
 from upshift.inference.workers import rank_group, rank_process
 from upshift.inference.workers.dispatcher import Job
 from upshift.inference.workers.rank_group import RankGroup
@@ -132,7 +132,7 @@ def test_a_killed_rank_is_one_line_and_all_ranks_end(
                 os.kill(self.pids[1], signal.SIGKILL)
             return super().compute(method, *arguments)
 
-    monkeypatch.setattr(torch_ranks, "RankGroup", Dying)
+    monkeypatch.setattr(torch_decoder, "RankGroup", Dying)
     answer = upshift(*generate(folder, "--output", tmp_path / "out.jsonl", *TWO))
     (line,) = (line for line in answer.err.splitlines() if line.startswith("upshift:"))
     assert answer.code == 1 and "rank 1 of the 2 ranks of the model ended with signal 9 (SIGKILL)" in line
