@@ -18,6 +18,7 @@ from upshift.hardware.detect import detect
 from upshift.hardware.spec import Host
 from upshift.inference.registry import KINDS_OF_TASK, Device, Task
 from upshift.inference.weights import stored_for
+from upshift.internals.transformers_names import DIVISION
 from upshift.models.config import heads_of
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import declared_plan, describe_tensor_parallel, divided_dimension
@@ -114,12 +115,11 @@ def load_part(source: ModelSource, model_class: Any, dtype: torch.dtype) -> Any:
 
     The ranks are those of torch's default process group."""
     import torch.distributed as dist
-    from transformers.distributed.configuration_utils import DistributedConfig
 
     model = model_class.from_pretrained(
         source.directory,
         config=copy.deepcopy(source.hf_config),
         dtype=dtype,
-        distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+        distributed_config=DIVISION.get()(tp_size=dist.get_world_size()),
     )
     return model.eval()
