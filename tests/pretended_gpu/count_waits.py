@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Notes:
-    """What happened in a run, in order. A loss of the step ``not_finite_in`` is NaN."""
+    """Hold in order what happened in a run. A loss of the step ``not_finite_in`` is NaN."""
 
     def __init__(self) -> None:
         self.not_finite_in: int | None = None
@@ -86,6 +86,7 @@ def watch_runs(notes: Notes) -> None:
 def run_case(
     folder: Path, output: Path, data: Any, notes: Notes, *, save_steps: int = 0, max_grad_norm: float = 1.0, **choices: Any
 ) -> dict[str, Any]:
+    from upshift.debugging.run_report import FOLDER, RankReport
     from upshift.errors import JobFailed
     from upshift.planning.plan import Plan
     from upshift.training.arguments import Arguments
@@ -115,7 +116,7 @@ def run_case(
     return {
         "failure": failure,
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
-        "reported_step": [json.loads(path.read_text())["step"] for path in output.glob("**/*.json") if "died" in path.read_text()],
+        "reported_step": [RankReport.from_json(path.read_text()).step for path in (output / FOLDER).glob("*.json")],
         "steps": [[event.step, event.tokens, event.learning_rate] for event in done],
         "losses": [event.loss for event in done],
         "norms": [event.gradient_norm for event in done],

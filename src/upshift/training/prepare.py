@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,12 +37,12 @@ from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.build import build_model, choose_class, disable_cache, find_stacks, name_padding
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
-from upshift.models.ops.chunked_loss import chunked_head
+from upshift.models.ops.chunked_loss import chunked_head, labels_counted
 from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, source_of_files
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.training.batches.collate import MicroBatch, to_tensors
+from upshift.training.batches.collate import MicroBatch, to_device, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
 from upshift.training.distributed.context_parallel import apply_context_parallel
@@ -459,14 +460,16 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     if micro_batch.margins is not None:
         return _compute_reward_loss(model, plan, micro_batch, preference or PreferenceLoss())
     inputs = to_tensors(micro_batch, plan.device)
+    labels = micro_batch.arrays.get("labels")
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
-    with _forward_settings(model, plan, inputs):
+        labels = np.zeros_like(labels)
+    with _forward_settings(model, plan, inputs), labels_counted(base_of(model), labels):
         if micro_batch.reference is None:
             loss: torch.Tensor = model(**inputs).loss
             return loss
         log_probabilities = -sequence_losses(model, inputs)
-    reference = torch.from_numpy(micro_batch.reference).to(plan.device)
+    reference = to_device(torch.from_numpy(micro_batch.reference), plan.device)
     counts = micro_batch.num_label_tokens > 0
     return (preference or PreferenceLoss()).mean_loss(log_probabilities, reference, counts=counts)
 
@@ -477,14 +480,14 @@ def _compute_reward_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, 
     inputs = to_tensors(micro_batch, plan.device)
     with _forward_settings(model, plan, inputs):
         rewards = model(**inputs).logits.squeeze(-1).float()
-    margins = torch.from_numpy(micro_batch.margins).to(plan.device)
+    margins = to_device(torch.from_numpy(micro_batch.margins), plan.device)
     return preference.mean_loss_of_rewards(rewards, margins, counts=micro_batch.num_label_tokens > 0)
 
 
 def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the log-probability of the labels of each row [rows], in fp32."""
     inputs = to_tensors(micro_batch, plan.device)
-    with _forward_settings(model, plan, inputs):
+    with _forward_settings(model, plan, inputs), labels_counted(base_of(model), micro_batch.arrays["labels"]):
         return -sequence_losses(model, inputs)
 
 
