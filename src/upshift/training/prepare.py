@@ -11,7 +11,7 @@ activations to host memory, and compute the loss in the plan's precision.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
@@ -45,6 +45,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_device, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
 from upshift.training.distributed.mesh import Mesh
@@ -434,7 +435,7 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_search_for_packed_rows(inputs: dict[str, Tensor], plan: Plan) -> Iterator[None]:
+def without_search_for_packed_rows(inputs: Mapping[str, Any], plan: Plan) -> Iterator[None]:
     """Tell transformers that no row holds several sequences while open, if ``inputs`` has no positions.
 
     It would look for such rows in the positions that the model makes, and so wait for the GPU in every micro-batch.
@@ -460,11 +461,9 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     if micro_batch.margins is not None:
         return _compute_reward_loss(model, plan, micro_batch, preference or PreferenceLoss())
     inputs = to_tensors(micro_batch, plan.device)
-    labels = micro_batch.arrays.get("labels")
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
-        labels = np.zeros_like(labels)
-    with _forward_settings(model, plan, inputs), labels_counted(base_of(model), labels):
+    with _forward_settings(model, plan, inputs), _counting_labels(model, micro_batch):
         if micro_batch.reference is None:
             loss: torch.Tensor = model(**inputs).loss
             return loss
@@ -487,8 +486,17 @@ def _compute_reward_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, 
 def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the log-probability of the labels of each row [rows], in fp32."""
     inputs = to_tensors(micro_batch, plan.device)
-    with _forward_settings(model, plan, inputs), labels_counted(base_of(model), micro_batch.arrays["labels"]):
+    with _forward_settings(model, plan, inputs), _counting_labels(model, micro_batch):
         return -sequence_losses(model, inputs)
+
+
+def _counting_labels(model: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    """Return a context in which a loss in chunks knows how many labels the micro-batch has."""
+    labels = micro_batch.arrays.get("labels")
+    if labels is None:
+        return contextlib.nullcontext()
+    num_labels = int(np.count_nonzero(labels != IGNORED)) if micro_batch.num_label_tokens else labels.size
+    return labels_counted(base_of(model), num_labels, positions=labels.size)
 
 
 @contextmanager

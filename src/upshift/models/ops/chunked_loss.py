@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -242,17 +240,17 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
 
 
 @contextmanager
-def labels_counted(model: nn.Module, labels: NDArray[Any] | None) -> Iterator[None]:
-    """Tell a head in chunks, while open, how many labels of a forward pass count at most: those that count in ``labels``.
+def labels_counted(model: nn.Module, num_labels: int, *, positions: int) -> Iterator[None]:
+    """Tell a head in chunks, while open, how many labels of a forward pass count at most, of how many with the ignored ones.
 
-    The head then does not ask a GPU, for which the host would wait. None: the labels are not known on the host.
+    The head then does not ask a GPU, for which the host would wait.
     """
     limit = getattr(_output_embedding(model), "upshift_label_limit", None)
-    if limit is None or labels is None:
+    if limit is None:
         yield
         return
-    limit.labels = int(np.count_nonzero(labels != HeadLoss(0).ignore_index))
-    limit.positions = labels.size
+    limit.labels = num_labels
+    limit.positions = positions
     try:
         yield
     finally:
