@@ -26,6 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     "not finite in step 3": {"not_finite_in": 3, "save_steps": 2},
     "not finite in step 4": {"not_finite_in": 4, "save_steps": 2},
 }
+TRAINERS: dict[str, dict[str, Any] | None] = {
+    "Trainer": None,
+    "planned Trainer": {},
+    "planned Trainer, chunked loss": {"loss_chunk_tokens": 64},
+}
 
 
 class Notes:
@@ -123,6 +128,45 @@ def run_case(
     }
 
 
+def run_trainer(folder: Path, output: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
+    """Train by ``upshift.Trainer`` with a plan, or by transformers' own without one, on rows with masks."""
+    import torch
+    import transformers
+
+    import upshift
+    from upshift.planning.plan import Plan
+
+    rows = [json.loads(line)["input_ids"] for line in (folder / "data.jsonl").read_text().splitlines()]
+    waits: list[dict[str, int]] = []
+
+    def collate(given: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        length = max(len(row["input_ids"]) for row in given)
+        padded = torch.tensor([row["input_ids"] + [-100] * (length - len(row["input_ids"])) for row in given])
+        return {"input_ids": padded.clamp(min=0), "attention_mask": (padded >= 0).long(), "labels": padded}
+
+    class Counting(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            waits.append(dict(pretended_cuda.host_waits()))
+            pretended_cuda.clear_counters()
+
+    arguments = transformers.TrainingArguments(
+        str(output), per_device_train_batch_size=8, max_steps=STEPS, logging_steps=STEPS, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "model": transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), "args": arguments,
+        "train_dataset": [{"input_ids": row} for row in rows], "data_collator": collate, "callbacks": [Counting()],
+    }  # fmt: skip
+    if plan is None:
+        trainer = transformers.Trainer(**options)
+    else:
+        two = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch_fused"}
+        given = Plan(**({"device": "cuda", "host": "", "model": "", "sequence_length": LENGTH} | two | plan))
+        trainer = upshift.Trainer(plan=given, **options)
+    trained = trainer.train()
+    return {"waits": waits[COUNTED_STEP], "losses": [trained.training_loss], "failure": None}
+
+
 def main(folder: Path, output: Path) -> None:
     from upshift.models.source import find_model
     from upshift.training.job.job import prepare_data
@@ -136,6 +180,8 @@ def main(folder: Path, output: Path) -> None:
         outcome = run_case(folder, output / str(number), data, notes, **choices)
         waits = notes.waits[COUNTED_STEP - 1] if len(notes.waits) >= COUNTED_STEP else None
         print(json.dumps({"case": name, "waits": waits, "happened": notes.happened, **outcome}))
+    for name, plan in TRAINERS.items():
+        print(json.dumps({"case": name, **run_trainer(folder, output / name.replace(" ", "-"), plan)}))
 
 
 if __name__ == "__main__":
