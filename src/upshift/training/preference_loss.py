@@ -25,6 +25,14 @@ class Rewards:
     chosen: float
     rejected: float
 
+    @classmethod
+    def of_sums(cls, sums: list[float]) -> Rewards | None:
+        """Return the means, or None if no pair was computed. The sums are those of ``PreferenceLoss.sum_over_ranks``."""
+        num_pairs, num_correct, chosen, rejected = sums
+        if not num_pairs:
+            return None
+        return cls(num_correct / num_pairs, (chosen - rejected) / num_pairs, chosen / num_pairs, rejected / num_pairs)
+
 
 class PreferenceLoss:
     """Computes the loss of pairs, and adds up their rewards until they are read."""
@@ -78,11 +86,15 @@ class PreferenceLoss:
 
     def read(self, *, device: str, num_processes: int) -> Rewards | None:
         """Return the mean rewards of all ranks since the last call, or None if no pair was computed. All ranks call it."""
+        return Rewards.of_sums(self.sum_over_ranks(device=device, num_processes=num_processes).tolist())
+
+    def sum_over_ranks(self, *, device: str, num_processes: int) -> torch.Tensor:
+        """Return what all ranks have added up since the last call: pairs, correct ones, rewards of the chosen and the rejected.
+
+        All ranks call it.
+        """
         sums = torch.zeros(4, device=device) if self._sums is None else self._sums
         self.reset()
         if num_processes > 1:
             dist.all_reduce(sums)
-        num_pairs, num_correct, chosen, rejected = sums.tolist()
-        if not num_pairs:
-            return None
-        return Rewards(num_correct / num_pairs, (chosen - rejected) / num_pairs, chosen / num_pairs, rejected / num_pairs)
+        return sums

@@ -11,11 +11,12 @@ activations to host memory, and compute the loss in the plan's precision.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,14 +37,15 @@ from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.build import build_model, choose_class, disable_cache, find_stacks, name_padding
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
-from upshift.models.ops.chunked_loss import chunked_head
+from upshift.models.ops.chunked_loss import chunked_head, labels_counted
 from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, source_of_files
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.training.batches.collate import MicroBatch, to_tensors
+from upshift.training.batches.collate import MicroBatch, to_device, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
 from upshift.training.distributed.mesh import Mesh
@@ -433,7 +435,7 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_search_for_packed_rows(inputs: dict[str, Tensor], plan: Plan) -> Iterator[None]:
+def without_search_for_packed_rows(inputs: Mapping[str, Any], plan: Plan) -> Iterator[None]:
     """Tell transformers that no row holds several sequences while open, if ``inputs`` has no positions.
 
     It would look for such rows in the positions that the model makes, and so wait for the GPU in every micro-batch.
@@ -461,12 +463,12 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
-    with _forward_settings(model, plan, inputs):
+    with _forward_settings(model, plan, inputs), _counting_labels(model, micro_batch):
         if micro_batch.reference is None:
             loss: torch.Tensor = model(**inputs).loss
             return loss
         log_probabilities = -sequence_losses(model, inputs)
-    reference = torch.from_numpy(micro_batch.reference).to(plan.device)
+    reference = to_device(torch.from_numpy(micro_batch.reference), plan.device)
     counts = micro_batch.num_label_tokens > 0
     return (preference or PreferenceLoss()).mean_loss(log_probabilities, reference, counts=counts)
 
@@ -477,15 +479,24 @@ def _compute_reward_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, 
     inputs = to_tensors(micro_batch, plan.device)
     with _forward_settings(model, plan, inputs):
         rewards = model(**inputs).logits.squeeze(-1).float()
-    margins = torch.from_numpy(micro_batch.margins).to(plan.device)
+    margins = to_device(torch.from_numpy(micro_batch.margins), plan.device)
     return preference.mean_loss_of_rewards(rewards, margins, counts=micro_batch.num_label_tokens > 0)
 
 
 def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the log-probability of the labels of each row [rows], in fp32."""
     inputs = to_tensors(micro_batch, plan.device)
-    with _forward_settings(model, plan, inputs):
+    with _forward_settings(model, plan, inputs), _counting_labels(model, micro_batch):
         return -sequence_losses(model, inputs)
+
+
+def _counting_labels(model: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    """Return a context in which a loss in chunks knows how many labels the micro-batch has."""
+    labels = micro_batch.arrays.get("labels")
+    if labels is None:
+        return contextlib.nullcontext()
+    num_labels = int(np.count_nonzero(labels != IGNORED)) if micro_batch.num_label_tokens else labels.size
+    return labels_counted(base_of(model), num_labels, positions=labels.size)
 
 
 @contextmanager

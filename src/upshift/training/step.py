@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up, set_last_micro_batch
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, copy_tied_weights, sum_loss
+from upshift.training.distributed.host_copy import HostCopy
 from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.distributed.pipeline_parallel import Pipeline
 from upshift.training.distributed.weight_update import (
@@ -49,6 +50,45 @@ class StepResult:
     learning_rate: float
     num_tokens: int
     rewards: Rewards | None = None  # the rewards of pairs
+
+
+class QueuedStep:
+    """A step whose work is queued on the device, and whose numbers are on their way to the host.
+
+    Args:
+        loss: the global batch's mean loss.
+        norm: the norm of the gradients before clipping.
+        reward_sums: sums over the pairs of all ranks, as ``PreferenceLoss.sum_over_ranks`` returns them.
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        norm: torch.Tensor | None,
+        *,
+        learning_rate: float,
+        num_tokens: int,
+        reward_sums: torch.Tensor | None = None,
+    ) -> None:
+        self.learning_rate = learning_rate
+        self.num_tokens = num_tokens
+        self._has_norm = norm is not None
+        scalars = [loss] if norm is None else [loss, norm.detach().to(loss.device)]
+        rewards = [] if reward_sums is None else [reward_sums.double()]
+        # In fp64 each of them stays what it is.
+        self._numbers = HostCopy(torch.cat([torch.stack([scalar.double() for scalar in scalars]), *rewards]))
+
+    def read(self) -> StepResult:
+        """Return the result of the step. Wait until the device has computed it. Raise JobFailed if the loss is not finite."""
+        loss, *others = self._numbers.read()
+        check_finite(loss)
+        return StepResult(
+            loss=loss,
+            gradient_norm=others.pop(0) if self._has_norm else None,
+            learning_rate=self.learning_rate,
+            num_tokens=self.num_tokens,
+            rewards=Rewards.of_sums(others) if others else None,
+        )
 
 
 class TrainStep:
@@ -109,17 +149,22 @@ class TrainStep:
         return micro_batches + [stand_in(micro_batches[-1])] * missing
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepResult:
-        """Run one step. Its gradients are those of the mean loss over all label tokens of the global batch in every layout.
+        """Run one step, and wait for its result. The arguments are those of ``queue``."""
+        return self.queue(batch, watch=watch).read()
 
-        ``watch`` opens a context around the first micro-batches, and one around the update.
+    def queue(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> QueuedStep:
+        """Run one step on a CPU, or queue its work on a GPU, for which the host does not wait.
+
+        Its gradients are those of the mean loss over all label tokens of the global batch in every layout. ``watch`` opens a
+        context around the first micro-batches, and one around the update.
         """
         loss = self._accumulate_batch(batch, watch)
         with watch():
-            result = self.update(loss, batch.num_tokens)
-        if not batch.has_pairs:
-            return result
-        rewards = self.preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
-        return replace(result, rewards=rewards)
+            norm, learning_rate = self.update(loss)
+        sums = None
+        if batch.has_pairs:
+            sums = self.preference.sum_over_ranks(device=self.plan.device, num_processes=self.plan.num_processes)
+        return QueuedStep(loss, norm, learning_rate=learning_rate, num_tokens=batch.num_tokens, reward_sums=sums)
 
     def _accumulate_batch(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
         """Accumulate the gradients of a global batch. Return this rank's share of its mean loss."""
@@ -180,15 +225,15 @@ class TrainStep:
     def _run_passes(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         loss = compute_loss(self.model, self.plan, micro_batch, self.preference)
         share = loss.float() * (micro_batch.num_label_tokens / max(num_label_tokens, 1))
-        if self.plan.optimizer_in_backward:
+        if self.plan.optimizer_in_backward and self.plan.device == "cpu":
             check_finite(float(share.detach()))  # the backward pass changes the weights
         self.scaler.scale(share).backward()
         return share.detach()
 
-    def update(self, loss_share: torch.Tensor, num_tokens: int) -> StepResult:
-        """Sum the gradients over ranks, clip them, and update the weights.
+    def update(self, loss_share: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+        """Sum the gradients over ranks, clip them, and update the weights. Return their norm and the learning rate.
 
-        ``loss_share`` is this rank's share of the global batch's mean loss.
+        ``loss_share`` is this rank's share of the global batch's mean loss. It becomes the mean loss.
         """
         if self._copies is not None:
             self._copies.sum_gradients(self.model.parameters(), loss_share)
@@ -215,9 +260,7 @@ class TrainStep:
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         self.forget_gradients()
-        loss, gradient_norm = _read_numbers(loss_share, norm)
-        check_finite(loss)
-        return StepResult(loss=loss, gradient_norm=gradient_norm, learning_rate=learning_rate, num_tokens=num_tokens)
+        return norm, learning_rate
 
     @property
     def halvings(self) -> int:
@@ -228,16 +271,6 @@ class TrainStep:
         """Return the numbers in the state of the learning-rate schedule."""
         state: dict[str, Any] = self.schedule.state_dict()
         return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
-
-
-def _read_numbers(loss: torch.Tensor, norm: torch.Tensor | None) -> tuple[float, float | None]:
-    """Return both as numbers. The host waits for a GPU once, after it has queued the whole step."""
-    if norm is None:
-        return float(loss), None
-    if loss.device.type == "cpu":
-        return float(loss), float(norm)
-    numbers = torch.stack([loss.float(), norm.detach().to(loss.device).float()]).tolist()
-    return numbers[0], numbers[1]
 
 
 def check_finite(loss: float) -> None:

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 from upshift.models.ops.chunked_loss import ChunkedHeadError, chunked_head, why_not_chunked
-from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy, linear_token_losses
+from upshift.models.ops.linear_cross_entropy import HeadLoss, LabelLimit, linear_cross_entropy, linear_token_losses
 
 WORDS, CHUNK = 96, 7
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -102,6 +102,53 @@ def test_loss_and_gradients_are_the_models_own(name: str) -> None:
         ours = model(**inputs).loss
     check_equal(model, ours, model(**inputs).loss)
     assert isinstance(model(**inputs).logits, torch.Tensor), "the head is the model's own again"
+
+
+class LimitOfAGpu(LabelLimit):
+    """As on a GPU, which is not asked how many labels there are."""
+
+    def of(self, labels: torch.Tensor) -> int | None:
+        return self.labels
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_limit_of_the_labels_changes_no_loss_and_no_gradient(by_token: bool, has_bias: bool) -> None:
+    """Rows without a label may then be computed, and count for nothing, even if they are not numbers."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, WORDS, (40,), generator=generator)
+    labels[torch.rand(40, generator=generator) < 0.5] = -100
+    hidden = torch.randn(40, 16, generator=generator)
+    hidden[int((labels == -100).nonzero()[0])] = math.nan
+    weight = torch.randn(WORDS, 16, generator=generator)
+    bias = torch.randn(WORDS, generator=generator) if has_bias else None
+    count = int((labels != -100).sum())
+
+    def results(max_labels: int | None) -> list[torch.Tensor]:
+        inputs = [None if tensor is None else tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        limit = None if max_labels is None else LimitOfAGpu(labels=max_labels)
+        head = HeadLoss(CHUNK)
+        if by_token:
+            loss = linear_token_losses(*inputs, labels, head, limit).sum()
+        else:
+            loss = linear_cross_entropy(*inputs, labels, head, limit=limit)
+        loss.backward()
+        return [loss.detach(), *(tensor.grad for tensor in inputs if tensor is not None and tensor.grad is not None)]
+
+    plain = results(None)
+    assert len(plain) == 3 + has_bias and all(torch.isfinite(tensor).all() for tensor in plain)
+    for max_labels in (count, count + 3, 40):
+        for found, expected in zip(results(max_labels), plain, strict=True):
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_more_labels_than_the_limit_are_never_left_out_in_silence() -> None:
+    hidden = torch.ones(8, 4)
+    labels = torch.arange(8)
+    loss = linear_cross_entropy(hidden, torch.ones(9, 4), None, labels, HeadLoss(4), limit=LimitOfAGpu(labels=7))
+    assert math.isnan(float(loss))
+    limit = LabelLimit(labels=7, positions=4)
+    assert limit.of(labels.to("meta")) is None and limit.of(labels[:4].to("meta")) == 7 and limit.of(labels[:4]) is None
 
 
 @pytest.mark.parametrize("items", [40, torch.tensor(40)], ids=["int", "tensor"])

@@ -30,6 +30,7 @@ from transformers import (
     T5Config,
 )
 
+from upshift.benchmarking.timing import Timing
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware import detect
 from upshift.hardware.probe_process import compiler_works
@@ -582,7 +583,7 @@ def test_the_speed_of_a_run_leaves_out_the_steps_that_the_measurement_of_memory_
         meter = StepMeter(plan, planned_steps=planned_steps, longest_step=5)
         for step in range(1, 21):
             meter.begin()
-            meter.add(100, 10.0 if step < 3 else 3.0 if step == 5 else 2.0 if step < 9 and step > 5 else 1.0)
+            meter.add(100, Timing(10.0 if step < 3 else 3.0 if step == 5 else 2.0 if step < 9 and step > 5 else 1.0, 0.0))
         return len(meter.steady), meter.tokens_per_second
 
     assert speed(20) == (20 - 2 - 4, 100.0)  # the watched step, and three that fault its pages in again

@@ -9,21 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_train import a_job, home, prepared  # noqa: F401  fixtures
 
 from upshift.benchmarking.meters import MemoryRecorder
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.training.data.dataset import TrainingData
+from upshift.training.distributed import host_copy
 from upshift.training.job.request import Job
 from upshift.training.loop import loop as loop_module
-from upshift.training.loop.loop import REASONS, TrainingLoop, train
+from upshift.training.loop import stop_vote
+from upshift.training.loop.loop import TrainingLoop, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import open_run
+from upshift.training.loop.stop_vote import REASONS, StopVote
 
 
 def a_loop(rank: int, *, requested: bool) -> Any:
+    plan: Any = SimpleNamespace(num_processes=3, device="cpu")
     return SimpleNamespace(
-        rank=rank, plan=SimpleNamespace(num_processes=3), copies=None, stop=SimpleNamespace(requested=requested),
+        rank=rank, plan=plan, _stop_vote=StopVote(plan, None), stop=SimpleNamespace(requested=requested),
         job=SimpleNamespace(stop_after_tokens=None, stop_after_seconds=None), saver=SimpleNamespace(has_failed=False),
         progress=SimpleNamespace(tokens=[0], patience_is_over=False),
     )  # fmt: skip
@@ -38,11 +43,12 @@ def test_a_signal_to_any_rank_stops_all(signalled: tuple[int, ...], monkeypatch:
         numbers.append(number)
         return 0
 
+    monkeypatch.setattr(stop_vote, "all_reduce_max", contribute)
     monkeypatch.setattr(loop_module, "all_reduce_max", contribute)
     for loop in loops:
         TrainingLoop._reason_to_stop(loop)
         TrainingLoop._stop_reference(loop)
-    monkeypatch.setattr(loop_module, "all_reduce_max", lambda number, plan: max(numbers[::2]))
+    monkeypatch.setattr(stop_vote, "all_reduce_max", lambda number, plan: max(numbers[::2]))
     assert {TrainingLoop._reason_to_stop(loop) for loop in loops} == {"interrupted" if signalled else REASONS[0]}
     monkeypatch.setattr(loop_module, "all_reduce_max", lambda number, plan: max(numbers[1::2]))
     for loop in loops:
@@ -51,6 +57,19 @@ def test_a_signal_to_any_rank_stops_all(signalled: tuple[int, ...], monkeypatch:
                 TrainingLoop._stop_reference(loop)
         else:
             TrainingLoop._stop_reference(loop)
+
+
+def test_a_largest_number_that_is_read_late_is_that_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_others = [0, 5, 1, 0]
+
+    def exchange(tensor: torch.Tensor, op: Any) -> None:
+        assert op == host_copy.dist.ReduceOp.MAX
+        tensor.clamp_(min=of_others.pop(0))
+
+    monkeypatch.setattr(host_copy.dist, "all_reduce", exchange)
+    plan: Any = SimpleNamespace(device="cpu")
+    late_max = host_copy.LateMax(plan)
+    assert [late_max.exchange(own) for own in (2, 3, 4, 0)] == [0, 2, 5, 4]
 
 
 def loop_of(job: Job, data: TrainingData, **copies: Any) -> TrainingLoop:

@@ -11,14 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy, linear_token_losses
+from upshift.models.ops.linear_cross_entropy import (
+    HeadLoss,
+    LabelLimit,
+    VocabularyShard,
+    linear_cross_entropy,
+    linear_token_losses,
+)
 
 Number = float  # DeferredLogits has a method of the name float
 
@@ -33,6 +39,7 @@ class HeadUses:
 
     heads: int = 0
     losses: int = 0
+    limit: LabelLimit = field(default_factory=LabelLimit)  # of the labels of the forward pass that runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +158,7 @@ class DeferredLogits:
         head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
         self.uses.losses += 1
         weight, bias, shard = _local_vocabulary(self.weight, self.bias)
-        total: torch.Tensor = linear_cross_entropy(self.hidden, weight, bias, target, head, shard)
+        total: torch.Tensor = linear_cross_entropy(self.hidden, weight, bias, target, head, shard, self.uses.limit)
         if reduction == "sum":
             return total
         num_labels = (target != ignore_index).sum()
@@ -165,7 +172,7 @@ class DeferredLogits:
             raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
         self.uses.losses += 1
         head = self.head._replace(ignore_index=ignore_index)
-        losses: torch.Tensor = linear_token_losses(self.hidden, self.weight, self.bias, target, head)
+        losses: torch.Tensor = linear_token_losses(self.hidden, self.weight, self.bias, target, head, self.uses.limit)
         return losses
 
     def __getattr__(self, name: str) -> Any:
@@ -224,10 +231,30 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
         return DeferredLogits(hidden, head.weight, head.bias, options, uses)
 
     head.forward = defer
+    head.upshift_label_limit = uses.limit
     try:
         yield uses
     finally:
         del head.forward
+        del head.upshift_label_limit
+
+
+@contextmanager
+def labels_counted(model: nn.Module, num_labels: int, *, positions: int) -> Iterator[None]:
+    """Tell a head in chunks, while open, how many labels of a forward pass count at most, of how many with the ignored ones.
+
+    The head then does not ask a GPU, for which the host would wait.
+    """
+    limit = getattr(_output_embedding(model), "upshift_label_limit", None)
+    if limit is None:
+        yield
+        return
+    limit.labels = num_labels
+    limit.positions = positions
+    try:
+        yield
+    finally:
+        limit.labels = None
 
 
 def _output_embedding(model: nn.Module) -> Any:

@@ -10,6 +10,7 @@ rank may have a shard of the vocabulary. Ranks then exchange the largest logit a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,21 @@ class VocabularyShard(NamedTuple):
     vocabulary: int  # the number of words on all ranks
 
 
+@dataclass
+class LabelLimit:
+    """Hold how many labels a forward pass has at most, as the host knows it.
+
+    A GPU is then not asked for the number, and the host does not wait for it.
+    """
+
+    labels: int | None = None  # that are not ignored; None: unknown
+    positions: int = 0  # all of them, ignored or not
+
+    def of(self, labels: torch.Tensor) -> int | None:
+        """Return the limit for these labels, or None if it is unknown. Only a part of the labels can have fewer than all."""
+        return self.labels if labels.device.type != "cpu" and len(labels) <= self.positions else None
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks follows the labels: compiled, each would be a graph of its own
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -48,27 +64,37 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     head: HeadLoss,
     shard: VocabularyShard | None = None,
+    limit: LabelLimit | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the losses of all labels that are not ignored.
+    """Return the sum of the losses of all labels that are not ignored, or NaN if these are more than ``limit`` says.
 
     Shapes: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar. Matrix products run in autocast's dtype if it is
     on, everything else in fp32. The backward pass may run only once, because it consumes the gradients. With a ``shard``,
     weight and bias hold only its words. Every rank of the group must have the same hidden states and labels, and gets the same
     loss and the whole gradient of the hidden states.
     """
-    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, shard, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    total: torch.Tensor = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, head, shard, None if limit is None else limit.of(labels), torch.is_grad_enabled()
+    )
     return total
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
 def linear_token_losses(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    head: HeadLoss,
+    limit: LabelLimit | None = None,
 ) -> torch.Tensor:
     """Return the loss of each label [N] in fp32, 0 for ignored labels. Shapes and precisions as in ``linear_cross_entropy``.
 
     How much a loss counts is not known before all are computed. So the backward pass computes the logits again, chunk by chunk.
     """
-    losses: torch.Tensor = LinearTokenLosses.apply(hidden, weight, bias, labels, head)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = LinearTokenLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, head, None if limit is None else limit.of(labels)
+    )
     return losses
 
 
@@ -77,14 +103,23 @@ class LinearTokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: HeadLoss,
+        max_labels: int | None,
     ) -> torch.Tensor:
         ctx.head = head
+        ctx.max_labels = max_labels
         ctx.compute_dtype = _compute_dtype(hidden)
         ctx.save_for_backward(hidden, weight, bias, labels)
         losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            _sum_chunks(hidden, weight.to(ctx.compute_dtype), bias, labels, head, None, None, losses=losses)
+            _sum_chunks(
+                hidden, weight.to(ctx.compute_dtype), bias, labels, head, None, None, losses=losses, max_labels=max_labels
+            )
         return losses
 
     @staticmethod
@@ -93,9 +128,9 @@ class LinearTokenLosses(torch.autograd.Function):
         sums = _empty_gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(ctx.compute_dtype)
-            _sum_chunks(hidden, matrix, bias, labels, ctx.head, None, sums, factors=grad_outputs[0])
+            _sum_chunks(hidden, matrix, bias, labels, ctx.head, None, sums, factors=grad_outputs[0], max_labels=ctx.max_labels)
         bias_sum = None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
-        return sums.hidden, sums.weight, bias_sum, None, None
+        return sums.hidden, sums.weight, bias_sum, None, None, None
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -118,6 +153,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         head: HeadLoss,
         shard: VocabularyShard | None,
+        max_labels: int | None,
         with_gradients: bool,
     ) -> torch.Tensor:
         compute_dtype = _compute_dtype(hidden)
@@ -125,7 +161,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         sums = _empty_gradients(hidden, weight, bias, needs_gradient)
         with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(compute_dtype)
-            total = _sum_chunks(hidden, matrix, bias, labels, head, shard, sums if any(needs_gradient) else None)
+            needed_sums = sums if any(needs_gradient) else None
+            total = _sum_chunks(hidden, matrix, bias, labels, head, shard, needed_sums, max_labels=max_labels)
             if shard is not None:
                 for tensor in (total, sums.hidden):
                     if tensor is not None:
@@ -138,7 +175,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scale,) = grad_outputs
         gradients = ctx.saved_tensors
-        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None, None, None)
+        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None, None, None, None)
 
 
 class Gradients(NamedTuple):
@@ -171,6 +208,7 @@ def _sum_chunks(
     *,
     losses: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
+    max_labels: int | None = None,
 ) -> torch.Tensor:
     """Return the summed loss, and add the gradients to ``sums``. All chunks share one buffer of logits.
 
@@ -178,25 +216,36 @@ def _sum_chunks(
         matrix: the weight in the dtype of the products.
         losses: gets the loss of each label.
         factors: of the loss of each label, for the gradients; None: all are 1.
+        max_labels: how many labels are not ignored, at most; None: find out, for which the host waits for a GPU.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    rows = _labelled_rows(labels, head.ignore_index)
+    rows, ignored = _labelled_rows(labels, head.ignore_index, max_labels)
+    if ignored is not None:
+        labels = labels.masked_fill(ignored, 0)
+        if sums is not None and sums.bias is not None and factors is None:
+            factors = torch.ones(len(labels), device=labels.device)
+        factors = None if factors is None else _zero_ignored(factors, ignored)
+        total = torch.where((~ignored).sum() > len(rows), torch.nan, total)
     buffer = matrix.new_empty(min(head.chunk_tokens, _round_up(len(rows))), len(matrix))
     for number, chunk in enumerate(rows.split(head.chunk_tokens)):  # one empty chunk if there are no rows
-        padded_chunk = torch.nn.functional.pad(chunk, (0, min(_round_up(len(chunk)), len(buffer)) - len(chunk)))
-        inputs = hidden[padded_chunk].to(matrix.dtype)
+        num_padded = min(_round_up(len(chunk)), len(buffer))
+        # The last row repeats: another one, without a label, may have hidden states that are not numbers.
+        padded_chunk = chunk[torch.arange(num_padded, device=chunk.device).clamp(max=len(chunk) - 1)]
+        inputs = _zero_ignored(hidden[padded_chunk].to(matrix.dtype), ignored, padded_chunk)
         logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded_chunk)])
         chunk_logits = logits[: len(chunk)]
         rows_in_cache = _rows_in_cache(logits)
         for rows_of_logits, members in zip(chunk_logits.split(rows_in_cache), chunk.split(rows_in_cache), strict=True):
             member_factors = None if factors is None else factors[members]
             member_losses = _losses_and_gradient(rows_of_logits, labels[members], bias, head, shard, sums, member_factors)
+            member_losses = _zero_ignored(member_losses, ignored, members)
             total += member_losses.sum()
             if losses is not None:
                 losses[members] = member_losses
         logits[len(chunk) :] = 0.0
         if sums is not None and sums.hidden is not None:
-            sums.hidden.index_copy_(0, chunk, (logits @ matrix)[: len(chunk)].to(hidden.dtype))
+            hidden_grad = (logits @ matrix)[: len(chunk)].to(hidden.dtype)
+            sums.hidden.index_copy_(0, chunk, _zero_ignored(hidden_grad, ignored, chunk))
         if sums is not None and sums.weight is not None:
             _add_outer(sums.weight, logits, inputs, first=number == 0)
     return total
@@ -214,13 +263,26 @@ def _add_outer(total: torch.Tensor, logits_grad: torch.Tensor, inputs: torch.Ten
         rows.copy_(columns @ inputs) if first else rows.add_(columns @ inputs)
 
 
-def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return the indices of the rows that have a label.
+def _labelled_rows(labels: torch.Tensor, ignore_index: int, max_labels: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the indices of the rows that have a label, and None.
 
-    Return all rows if the labels are fake: that is the upper bound of memory, and its shapes depend on no values."""
+    Return all rows if the labels are fake: that is the upper bound of memory, and its shapes depend on no values. With
+    ``max_labels``, return so many rows, those with a label first, and a mask of the ignored labels [N].
+    """
     if is_fake(labels):
-        return torch.arange(len(labels), device=labels.device)
-    return (labels != ignore_index).nonzero().squeeze(1)
+        return torch.arange(len(labels), device=labels.device), None
+    if max_labels is None:
+        return (labels != ignore_index).nonzero().squeeze(1), None
+    ignored = labels == ignore_index
+    return torch.argsort(ignored.to(torch.uint8), stable=True)[:max_labels], ignored
+
+
+def _zero_ignored(values: torch.Tensor, ignored: torch.Tensor | None, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the values [C, ...] of some rows, or of all, with 0 where the label is ignored. Without a mask none is."""
+    if ignored is None:
+        return values
+    mask = ignored if rows is None else ignored[rows]
+    return values.masked_fill(mask.view(-1, *[1] * (values.ndim - 1)), 0.0)
 
 
 def _round_up(num_rows: int) -> int:

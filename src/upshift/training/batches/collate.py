@@ -66,11 +66,18 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None
     import torch
 
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays.items()}
-    if device is None or torch.device(device).type == "cpu":
+    if device is None:
         return tensors
+    return {name: to_device(tensor, device) for name, tensor in tensors.items()}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return the host's tensor on a device. It goes to a CUDA device through pinned memory, without waiting."""
+    import torch
+
     if torch.device(device).type == "cuda":
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def fill_micro_batch(

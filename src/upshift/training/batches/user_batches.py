@@ -34,6 +34,7 @@ Batch = Mapping[str, Any]
 PADDING = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0, "decoder_input_ids": 0, "input_ids": 0,
            "token_type_ids": 0, "position_ids": 0, "special_tokens_mask": 1}  # fmt: skip
 FLAT_KEYS = {"input_ids", "labels", "attention_mask"}  # entries that can be laid end to end
+COUNTED_ENTRIES = ("attention_mask", "labels")
 Side = Literal["source", "target", "row"]
 # none: every row is as wide as its batch. mixed: padding is inside rows, or on both sides.
 Padding = Literal["left", "right", "none", "mixed"]
@@ -147,6 +148,24 @@ def _padding(batch: Batch, sides: Mapping[str, Side]) -> Padding | None:
     return "mixed"
 
 
+def _read_counted_entries(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches with the entries whose values decide how rows are cut on the host: masks and labels.
+
+    The host waits for a GPU once for all of them.
+    """
+    on_host: list[Batch] = []
+    waits = False
+    for batch in batches:
+        entries = {name: batch[name] for name in COUNTED_ENTRIES if isinstance(batch.get(name), Tensor) and batch[name].is_cuda}
+        for name, value in entries.items():
+            entries[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            waits = True
+        on_host.append({**batch, **entries})
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    return on_host
+
+
 class RowBatch:
     """All rows of one global batch, in the order of the collator's batches."""
 
@@ -167,16 +186,17 @@ class RowBatch:
             sampled: the structure of more batches of this collator. None: these batches alone show it.
         """
         self.batches = [{name: value for name, value in batch.items() if value is not None} for batch in batches]
-        self.schemas = [infer_schema(batch, encoder_decoder=encoder_decoder) for batch in self.batches]
+        self._counted = _read_counted_entries(self.batches)
+        self.schemas = [infer_schema(batch, encoder_decoder=encoder_decoder) for batch in self._counted]
         self.locations = [(number, row) for number, schema in enumerate(self.schemas) for row in range(schema.num_rows)]
         self.encoder_decoder = encoder_decoder
         self.shifts_labels = shifts_labels
         if len({tuple(batch) for batch in self.batches}) > 1:
             raise InseparableRows("the collator's batches differ in their entries or in their padding")
         if sampled is None:
-            self.structure = infer_structure(self.batches, self.schemas)
+            self.structure = infer_structure(self._counted, self.schemas)
         else:
-            self.structure = _check_structure(sampled, self.batches, self.schemas)
+            self.structure = _check_structure(sampled, self._counted, self.schemas)
 
     def __len__(self) -> int:
         return len(self.locations)
@@ -197,7 +217,7 @@ class RowBatch:
     def lengths(self) -> list[int]:
         """Return the number of source tokens of each row, or its whole width if no mask shows the padding."""
         lengths: list[int] = []
-        for batch, schema in zip(self.batches, self.schemas, strict=True):
+        for batch, schema in zip(self._counted, self.schemas, strict=True):
             if self.padding_side is not None:
                 lengths += batch["attention_mask"].sum(1).tolist()
             else:
@@ -208,7 +228,7 @@ class RowBatch:
     def target_lengths(self) -> list[int]:
         """Return the number of target tokens of each row, or 1 if rows have no target."""
         lengths: list[int] = []
-        for batch, schema in zip(self.batches, self.schemas, strict=True):
+        for batch, schema in zip(self._counted, self.schemas, strict=True):
             if self.sides.get("labels") != "target":
                 lengths += [1] * schema.num_rows
                 continue
@@ -221,7 +241,7 @@ class RowBatch:
     def num_labels(self) -> list[int]:
         """Return how many labels of each row count."""
         counts: list[int] = []
-        for batch in self.batches:
+        for batch in self._counted:
             labels = batch.get("labels")
             if labels is None or labels.is_floating_point():
                 counts += [1] * len(next(iter(batch.values())))
@@ -303,7 +323,7 @@ class RowBatch:
         shape = (len(group.rows), group.width)
         # Padding is a separate text of a real token: the embedding of a padding token may have no finite gradient (collate.py).
         first = self.batches[0]["input_ids"][0, 0]
-        inputs = torch.full(shape, int(first), device=first.device)  # the batches' own device: a copy to another one would wait
+        inputs = first.long().expand(shape).clone()  # on the batches' own device: a copy to another one would wait
         labels = torch.full(shape, IGNORED, device=first.device)
         positions = torch.empty(shape, dtype=torch.long, device=first.device)
         count = torch.arange(group.width, device=first.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -24,6 +24,7 @@ from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
 from upshift.models.ops.activation_checkpointing import recompute_layers, restored_checkpointing
 from upshift.models.ops.block_attention import set_attention
+from upshift.models.ops.chunked_loss import labels_counted
 from upshift.models.quantized import keep_trainable
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
@@ -60,6 +61,7 @@ from upshift.training.prepare import (
     convert_to_fp8,
     losses_in_fp32,
     offload_activations,
+    without_search_for_packed_rows,
 )
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -338,7 +340,9 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         smoothing = self.args.label_smoothing_factor
         uses_chunked_head = is_planned and not self._upshift_uses_script_loss
         loss_context: Any = contextlib.nullcontext
+        label_limit: Any = lambda num_labels, positions: contextlib.nullcontext()  # noqa: E731
         if uses_chunked_head:
+            label_limit = partial(labels_counted, base_of(self.model))
             loss_context = partial(chunked_loss, self.model, choice.plan, label_smoothing=smoothing)
         halve = partial(halve_item, plan=choice.plan)
         mesh = self._upshift_mesh or Mesh(choice.plan)
@@ -354,6 +358,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             compute_loss=self._upshift_compute_loss,
             backward=self.accelerator.backward,
             loss_context=loss_context,
+            label_limit=label_limit,
             exchange=exchange,
             zero_gradients=partial(zero_gradients, self.model),
             halving=BatchHalving(
@@ -376,7 +381,10 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         plan = self.upshift_choice.plan
         offloading = offload_activations(model) if plan.activation_offload else contextlib.nullcontext()
         head_smooths = self.label_smoother is not None and plan.loss_chunk_tokens and not self._upshift_uses_script_loss
-        with self.compute_loss_context_manager(), offloading:
+        searching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._upshift_uses_library_loss and isinstance(inputs, Mapping):
+            searching = without_search_for_packed_rows(inputs, plan)
+        with self.compute_loss_context_manager(), offloading, searching:
             if not head_smooths:
                 loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
                 return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,7 @@ class BatchStep:
     compute_loss: LossFunction
     backward: Callable[[Tensor], None]
     loss_context: Callable[[], AbstractContextManager[Any]]  # open around each attempt
+    label_limit: Callable[..., AbstractContextManager[Any]]  # as labels_counted, around the loss of a micro-batch
     halving: BatchHalving[WorkItem]
     exchange: StepExchange
     zero_gradients: Callable[[], None]  # sets them to zero, not to None
@@ -193,15 +194,18 @@ class BatchStep:
 
         def compute(item: WorkItem) -> Tensor:
             micro_batch, _ = item
+            counting: AbstractContextManager[Any] = nullcontext()
             if micro_batch.batch is not None or rows is None:
                 inputs = self._batch_inputs(batches, micro_batch)
                 weight = scale
             else:
                 inputs = self._row_inputs(micro_batch, rows)
                 weight = scale * self._loss_weight(micro_batch, weights)
+                counting = self._counting_labels(micro_batch, rows, inputs.get("labels"))
             if micro_batch.stands_in:
                 weight = 0.0
-            loss = self._loss(inputs, num_items) * weight
+            with counting:
+                loss = self._loss(inputs, num_items) * weight
             if self.plan.optimizer_in_backward:
                 check_finite(float(loss.detach()))  # the backward pass moves the weights
             self.backward(loss)
@@ -228,6 +232,16 @@ class BatchStep:
         total = self.halving.run([(micro_batch, rows) for micro_batch in micro_batches], run_items)
         check_finite(self.exchange.job_loss(total))
         return self.exchange.loss_for_transformers(total)
+
+    def _counting_labels(
+        self, micro_batch: CollatedMicroBatch, rows: RowBatch, labels: Tensor | None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which a loss in chunks knows how many labels the rows have at most."""
+        if labels is None:
+            return nullcontext()
+        members = [member for row in micro_batch.group.rows for member in row]
+        # A model that does not shift its labels counts the first one of a row, too.
+        return self.label_limit(sum(rows.num_labels[row] + 1 for row in members), positions=labels.numel())
 
     def _loss(self, inputs: Any, num_items: Any) -> Tensor:
         """Return the loss. Raise RequestError if the model cannot use the mask or the ids that it gets."""

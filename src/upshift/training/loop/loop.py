@@ -45,7 +45,6 @@ from upshift.training.loop.events import (
     ReferenceStarted,
     Saved,
     Started,
-    StepDone,
     Waited,
 )
 from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMeter
@@ -53,6 +52,7 @@ from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, 
 from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import LoggedStep, Progress, RewardRow
+from upshift.training.loop.stop_vote import StopVote
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy, read_memory
 from upshift.training.preference_loss import PreferenceLoss, Rewards
@@ -60,11 +60,9 @@ from upshift.training.prepare import configure_process, load_or_build, load_shar
 from upshift.training.process_group import rank_environment
 from upshift.training.reference_model import ReferencePass
 from upshift.training.sharded_init import read_generation_config
-from upshift.training.step import Shape, TrainStep, check_finite
+from upshift.training.step import QueuedStep, Shape, StepResult, TrainStep, check_finite
 from upshift.units import GIB, gib
 
-# Why to stop before max_steps; the later one wins.
-REASONS = ("", "tokens", "seconds", EARLY_STOPPING, "interrupted", "not saved")
 HELD_LIMIT_FACTOR = VARYING_HELD_INTERVAL[1]  # times the predicted memory; above it, free heap memory goes back to the system
 LOSS_STEPS = 10  # the Record's loss is the mean of this many last steps
 
@@ -100,7 +98,7 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest,
     recording = recorder if rank == 0 else nullcontext()
     with explaining_out_of_memory(output, rank=rank, ranks=num_ranks), recording:
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
-        with reporting_death(output, lambda: loop.progress.step + 1, rank=rank, ranks=num_ranks):
+        with reporting_death(output, lambda: loop.current_step, rank=rank, ranks=num_ranks):
             return loop.run()
 
 
@@ -141,6 +139,12 @@ class TrainingLoop:
             seed=self.arguments.seed,
         )
         self.progress = Progress(job)
+        # On a GPU the loss and the norm of a step are read while the next step runs, so that it never waits for the host. A copy
+        # that heals waits in each step for the others anyway.
+        self._reads_late = self.plan.device == "cuda" and copies is None
+        self._unread: QueuedStep | None = None
+        self._is_reading = False
+        self._stop_vote = StopVote(self.plan, copies)
         self.checkpoint: Path | None = None
         if job.checkpoint:
             self.checkpoint = Path(job.checkpoint)
@@ -282,6 +286,11 @@ class TrainingLoop:
             self._on_event(Healed(self.progress.step))
 
     @property
+    def current_step(self) -> int:
+        """Return the step that this rank is at: the next one, or the one whose result it reads."""
+        return self.progress.read_step + 1 if self._is_reading else self.progress.step + 1
+
+    @property
     def leads(self) -> bool:
         """Return whether this process reports and writes for all processes that do the same work."""
         return self.rank == 0 if self.copies is None else self.copies.is_leader
@@ -297,6 +306,7 @@ class TrainingLoop:
             self._send_event(Doubted(warning))
         with watching(self.plan, lambda step, warning: self._on_event(Waited(step, warning)), self.output) as self._watch_step:
             reason = self._run_steps()
+            self._read_last_step()
         if reason == "interrupted":
             self._interrupt()
         self.saver.finish()
@@ -351,16 +361,18 @@ class TrainingLoop:
                 continue
             self.recorder.phase = "steady"
             if self.progress.evaluation_is_due:
+                self._read_last_step()
                 self._evaluate()
                 is_last = self.progress.step == self.arguments.max_steps
                 if self.progress.best_step == self.progress.step and not is_last:
                     self._save()
             if self.arguments.save_steps and self.progress.step % self.arguments.save_steps == 0:
+                self._read_last_step()
                 self._save()
         return "finished"
 
     def _run_step(self) -> None:
-        start = self.monitor.begin_step()
+        self.monitor.begin_step()
         self.meter.begin()
         if self.copies is not None:
             self.copies.start_step()
@@ -371,33 +383,49 @@ class TrainingLoop:
             batch = next(self._batches)
         if self.copies is not None:
             batch = self.copies.select_micro_batches(batch)
+        with self._watch_step(self.progress.step + 1):
+            with self._naming_step():
+                queued = self.meter.queue_step(self.train_step, batch)
+            self.progress.add(batch)
+            due = self._unread if self._reads_late else queued
+            self._unread = queued if self._reads_late else None
+            result = None if due is None else self._read(due)
+        if result is not None:
+            self._report_step(result)
+
+    def _read_last_step(self) -> None:
+        """Read and report the last step, if it is only queued."""
+        if self._unread is None:
+            return
+        with self._watch_step(self.progress.step):
+            result = self._read(self._unread)
+        self._unread = None
+        self._report_step(result)
+
+    def _read(self, queued: QueuedStep) -> StepResult:
+        """Return the result of the oldest step that was not read. Raise JobFailed if its loss is not finite."""
+        self._is_reading = True
+        with self._naming_step():
+            result = queued.read()
+        self._is_reading = False
+        self.meter.end_step(result.num_tokens)
+        self.progress.add_result(result)
+        return result
+
+    @contextmanager
+    def _naming_step(self) -> Iterator[None]:
+        """Put the step before the words of a failure, and what can still be loaded after them."""
         try:
-            with self._watch_step(self.progress.step + 1):
-                result = self.meter.run_step(self.train_step, batch)
+            yield
         except JobFailed as error:
-            raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
-        self.meter.add(result.num_tokens, time.perf_counter() - start)
-        self.progress.add(batch, result)
+            raise JobFailed(f"step {self.current_step}: {error}; {still_loadable(self.output)}") from None
+
+    def _report_step(self, result: StepResult) -> None:
+        """Log the step of the last result, and send its event."""
         logged = self.progress.log(result, self.meter.recent_tokens_per_second)
         resident = self.meter.held_bytes()
         self.held_memory.after_step(resident)
-        event = StepDone(
-            step=self.progress.step,
-            max_steps=self.arguments.max_steps,
-            tokens=self.progress.tokens[-1],
-            loss=result.loss,
-            learning_rate=result.learning_rate,
-            gradient_norm=result.gradient_norm,
-            tokens_per_second=self.meter.recent_tokens_per_second,
-            seconds_left=self.progress.seconds_left(self.meter),
-            resident_bytes=resident,
-            reward_accuracy=None if result.rewards is None else result.rewards.accuracy,
-            reward_margin=None if result.rewards is None else result.rewards.margin,
-            logged_loss=None if logged is None else logged.loss,
-            logged_reward_accuracy=None if logged is None else logged.reward_accuracy,
-            logged_reward_margin=None if logged is None else logged.reward_margin,
-        )
-        self._send_event(event)
+        self._send_event(self.progress.step_done(result, logged, self.meter, resident))
 
     def _free_memory(self) -> float | None:
         """Return the bytes that this process has or could take, or None on a CPU with other ranks, which take their part."""
@@ -429,19 +457,19 @@ class TrainingLoop:
 
         A signal to any rank stops all. Time is that of rank 0's clock.
         """
-        number = 0
+        shared = ""
+        own = ""
         if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
-            number = REASONS.index("tokens")
-        if self.job.stop_after_seconds and self.rank == 0 and self.meter.seconds >= self.job.stop_after_seconds:
-            number = REASONS.index("seconds")
+            shared = "tokens"
         if self.progress.patience_is_over:
-            number = REASONS.index(EARLY_STOPPING)
+            shared = EARLY_STOPPING
+        if self.job.stop_after_seconds and self.rank == 0 and self.meter.seconds_with_queued >= self.job.stop_after_seconds:
+            own = "seconds"
         if self.stop.requested:
-            number = REASONS.index("interrupted")
+            own = "interrupted"
         if self.saver.has_failed:
-            number = REASONS.index("not saved")
-        decision = all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)
-        return REASONS[decision]
+            own = "not saved"
+        return self._stop_vote.agree(shared=shared, own=own)
 
     def _evaluate(self) -> None:
         """Compute the held-out loss, unless this step is evaluated already. Raise JobFailed if it is NaN or infinite."""

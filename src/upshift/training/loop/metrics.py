@@ -11,13 +11,13 @@ from upshift.benchmarking.meters import (
     AllocatedPeak,
     allocated_peak,
 )
-from upshift.benchmarking.timing import read_moment, timing_between
+from upshift.benchmarking.timing import Moment, Timing, read_moment, timing_between
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak, trim_heap
 from upshift.training.prepare import in_memory_bytes
-from upshift.training.step import StepResult, TrainStep
+from upshift.training.step import QueuedStep, TrainStep
 
 NUM_WARMUP = 2  # first steps, which allocate, compile and tune
 MAX_WATCHED_STEP = 64  # memory is measured in the one of these first steps that has the longest micro-batch
@@ -45,6 +45,9 @@ class StepMeter:
         self.waited_seconds = 0.0  # of the steady steps, in this process
         self.cpu_seconds = 0.0  # of the steady steps, in this process
         self._step_start = read_moment()
+        self._num_queued = 0
+        self._starts: deque[Moment] = deque()  # of the steps that are queued and not done
+        self._last_end: Moment | None = None
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         self._held_peak = 0
         reset_held_peak(plan)
@@ -53,13 +56,26 @@ class StepMeter:
         """Read the clocks, before the batch of a step is made."""
         self._step_start = read_moment()
 
-    def run_step(self, train_step: TrainStep, batch: GlobalBatch) -> StepResult:
-        if self.count + 1 == self.watched_step:
-            return self._run_watched_step(train_step, batch)
-        return train_step.step(batch)
+    def queue_step(self, train_step: TrainStep, batch: GlobalBatch) -> QueuedStep:
+        """Queue a step. Call ``end_step`` once it is done."""
+        is_watched = self._num_queued + 1 == self.watched_step
+        queued = self._queue_watched_step(train_step, batch) if is_watched else train_step.queue(batch)
+        self._num_queued += 1
+        self._starts.append(self._step_start)
+        return queued
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def end_step(self, tokens: int) -> None:
+        """Count the oldest step that is queued, which is done now. A GPU begins a step when it has ended the one before."""
+        end = read_moment()
+        start = self._starts.popleft()
+        if self._last_end is not None and self._last_end.seconds > start.seconds:
+            start = self._last_end
+        self._last_end = end
+        self.add(tokens, timing_between(start, end))
+
+    def add(self, tokens: int, timing: Timing) -> None:
         """Count a step that is done."""
+        seconds = timing.seconds
         self.count += 1
         self.seconds += seconds
         if self.count == 1:
@@ -69,7 +85,6 @@ class StepMeter:
         if self.count == 1 or self.count != self.watched_step:
             self._window.append((tokens, seconds))
         if self.count > NUM_WARMUP and not self._is_disturbed:
-            timing = timing_between(self._step_start, read_moment())
             self.waited_seconds += timing.waited
             self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
@@ -82,8 +97,13 @@ class StepMeter:
             num_disturbed += RECOVERY_STEPS
         return self.watched_step <= self.count < self.watched_step + num_disturbed
 
-    def _run_watched_step(self, train_step: TrainStep, batch: GlobalBatch) -> StepResult:
-        """Run a step and measure its peak memory. The meter keeps its events in memory, so it covers only a part of the step."""
+    @property
+    def seconds_with_queued(self) -> float:
+        """Return the seconds of the steps that are done, and of those that are queued, which will take as long as the last."""
+        return self.seconds + len(self._starts) * self.recent_step_seconds
+
+    def _queue_watched_step(self, train_step: TrainStep, batch: GlobalBatch) -> QueuedStep:
+        """Queue a step and measure its peak memory. The meter keeps its events in memory, so it covers a part of the step."""
         self._held_peak = held_peak_bytes(self.plan)
         peaks: list[AllocatedPeak] = []
 
@@ -94,13 +114,13 @@ class StepMeter:
                 peaks.append(peak)
                 yield
 
-        result = train_step.step(batch, watch=watch)
+        queued = train_step.queue(batch, watch=watch)
         self.peak_bytes = max(peak.bytes or 0 for peak in peaks) or None
         if self.plan.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
                 trim_heap()
             reset_held_peak(self.plan)  # the run itself does not need the meter's memory
-        return result
+        return queued
 
     @property
     def recent_tokens_per_second(self) -> float:

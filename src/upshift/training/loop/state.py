@@ -29,6 +29,7 @@ from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import choose_best, find_checkpoint_damage
+from upshift.training.loop.events import StepDone
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
@@ -273,26 +274,36 @@ class Progress:
         self.evaluation_rewards = list(self.run.evaluation_rewards)
         self.logged_steps = list(self.run.logged_steps)
 
-    def add(self, batch: GlobalBatch, result: StepResult) -> None:
+    def add(self, batch: GlobalBatch) -> None:
+        """Count a step that is queued. The next one follows from here."""
         self.step += 1
         self.position = batch.next_position
-        self.tokens.append(self.tokens[-1] + result.num_tokens)
+        self.tokens.append(self.tokens[-1] + batch.num_tokens)
+
+    def add_result(self, result: StepResult) -> None:
+        """Add the result of the oldest step that has none yet."""
         self.losses.append(result.loss)
         if result.rewards is not None:
-            self.rewards.append((self.step, result.rewards.accuracy, result.rewards.margin))
+            self.rewards.append((self.read_step, result.rewards.accuracy, result.rewards.margin))
+
+    @property
+    def read_step(self) -> int:
+        """Return the last step whose result is known. A GPU may be a step ahead of it."""
+        return len(self.losses)
 
     def log(self, result: StepResult, tokens_per_second: float) -> LoggedStep | None:
-        """Log the step if it is due. Return what is logged, or None if it is not due."""
+        """Log the step of the last result if it is due. Return what is logged, or None if it is not due."""
         every = self.job.arguments.logging_steps
-        if not every or self.step % every:
+        step = self.read_step
+        if not every or step % every:
             return None
-        previous_step = self.logged_steps[-1].step if self.logged_steps else max(self.step - every, 0)
-        losses = self.losses[previous_step : self.step]
-        rewards = [row for row in self.rewards[previous_step - self.step :] if row[0] > previous_step]
+        previous_step = self.logged_steps[-1].step if self.logged_steps else max(step - every, 0)
+        losses = self.losses[previous_step:step]
+        rewards = [row for row in self.rewards[previous_step - step :] if row[0] > previous_step]
         norm = result.gradient_norm
         logged = LoggedStep(
-            step=self.step,
-            tokens=self.tokens[-1],
+            step=step,
+            tokens=self.tokens[step],
             loss=sum(losses) / len(losses),
             learning_rate=result.learning_rate,
             gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
@@ -302,6 +313,26 @@ class Progress:
         )
         self.logged_steps.append(logged)
         return logged
+
+    def step_done(self, result: StepResult, logged: LoggedStep | None, meter: StepMeter, resident_bytes: int) -> StepDone:
+        """Return the event of the step of the last result. ``logged`` is what ``log`` returned."""
+        rewards = result.rewards
+        return StepDone(
+            step=self.read_step,
+            max_steps=self.job.arguments.max_steps,
+            tokens=self.tokens[self.read_step],
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            gradient_norm=result.gradient_norm,
+            tokens_per_second=meter.recent_tokens_per_second,
+            seconds_left=self.seconds_left(meter),
+            resident_bytes=resident_bytes,
+            reward_accuracy=None if rewards is None else rewards.accuracy,
+            reward_margin=None if rewards is None else rewards.margin,
+            logged_loss=None if logged is None else logged.loss,
+            logged_reward_accuracy=None if logged is None else logged.reward_accuracy,
+            logged_reward_margin=None if logged is None else logged.reward_margin,
+        )
 
     def resume_from(self, checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> None:
         state = load_training_state(checkpoint, train_step, mesh)
@@ -346,10 +377,12 @@ class Progress:
         return len(self.evaluations) - 1 - self.evaluations.index(self.best_evaluation) >= patience
 
     def seconds_left(self, meter: StepMeter) -> float:
-        """Return the estimated seconds until the first of the requested ends."""
-        steps = float(self.job.arguments.max_steps - self.step)
+        """Return the estimated seconds from the last result until the first of the requested ends."""
+        step = self.read_step
+        tokens = self.tokens[step]
+        steps = float(self.job.arguments.max_steps - step)
         if self.job.stop_after_tokens:
-            steps = min(steps, (self.job.stop_after_tokens - self.tokens[-1]) * self.step / self.tokens[-1])
+            steps = min(steps, (self.job.stop_after_tokens - tokens) * step / tokens)
         seconds = steps * meter.recent_step_seconds
         if self.job.stop_after_seconds:
             seconds = min(seconds, self.job.stop_after_seconds - meter.seconds)

@@ -457,7 +457,7 @@ class Trial:
             self.train_step.agree()
 
     def _update(self) -> None:
-        self.train_step.update(torch.zeros((), device=self.plan.device), 0)
+        self.train_step.update(torch.zeros((), device=self.plan.device))
 
     def _drop_gradients(self) -> None:
         self.train_step.forget_gradients()
