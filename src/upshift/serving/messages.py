@@ -61,6 +61,7 @@ class EngineRequest(Value):
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
     allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
+    image_folder: str | None = Field(None, description="whose pictures a message may name by file: URLs; None allows none")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     is_restart: bool = Field(False, description="the engine was ready before: adapters that are gone do not stop it")

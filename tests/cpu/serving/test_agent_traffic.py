@@ -129,7 +129,7 @@ def start_engine(clock: Clock, *, mixes: bool, before: Scheduler | None = None) 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_the_promise_to_agents_is_kept_while_their_engine_dies_twice(mixes: bool) -> None:
     """Three times what it holds; a request that the dead engine had admitted without a token is a promise that was broken."""
-    chance, clock, numbers = np.random.default_rng(3), Clock(), count()
+    chance, clock, numbers = np.random.default_rng(0), Clock(), count()
     instructions = [chance.integers(0, 16, INSTRUCTIONS).tolist() for _ in range(3)]
     scheduler = start_engine(clock, mixes=mixes)
     deaths, back_at = [SECONDS / 3, 2 * SECONDS / 3], 0.0
@@ -160,4 +160,4 @@ def test_the_promise_to_agents_is_kept_while_their_engine_dies_twice(mixes: bool
                 history = [*one.sequence.prompt, *one.sequence.tokens]
                 turn = (clock.now + chance.exponential(2), next(numbers), history, turns_left[one.id] - 1)
                 heapq.heappush(turns_at, turn)
-    assert admitted > 500 and in_time >= 0.98 * admitted, f"{in_time} of {admitted} were in time"
+    assert admitted > 500 and in_time >= 0.985 * admitted, f"{in_time} of {admitted} were in time"

@@ -157,7 +157,7 @@ class GenerationWorker:
         self._trimmed_bytes = 0  # that were resident after the heap was trimmed
         self._stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
         self._tools = ToolTemplate(self.generator.prompts.tokenizer, self.generator.prompts.media)
-        self._pictures = PictureReader(self.generator, self._tools)
+        self._pictures = PictureReader(self.generator, self._tools, request.image_folder)
         self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
@@ -294,8 +294,8 @@ class GenerationWorker:
         return Done(id=order.id)
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
-        chat: Any = request.prompt
         self._pictures.check(request)
+        chat: Any = self._pictures.read_files(request.prompt)
         return self._read_chat(chat, request.tools, request.template)
 
     def take(self, message: Generate | Cancel) -> Refused | None:
@@ -473,7 +473,7 @@ class GenerationWorker:
 
     def _read_prompt(self, request: Generate) -> list[int]:
         """Return the token ids of a prompt."""
-        prompt: Any = request.prompt
+        prompt: Any = self._pictures.read_files(request.prompt)
         if _is_token_ids(prompt):
             return list(prompt)
         if isinstance(prompt, str):
