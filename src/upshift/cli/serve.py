@@ -171,7 +171,7 @@ ImageFolder = Annotated[
     option(
         "--image-folder", panel=Panel.SERVER, metavar="FOLDER", default="no files are read",
         check=partial(check_existing_folder, "--image-folder"),
-        text="Let messages name pictures of this folder, as file:///... URLs.",
+        text="Let messages name pictures of this folder, by file: URLs with absolute paths.",
     ),
 ]  # fmt: skip
 BatchFolder = Annotated[

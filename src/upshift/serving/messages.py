@@ -32,7 +32,7 @@ class ContextTooLong(RequestError):
 
 
 class LearnedLoad(Value):
-    """What an engine learned from its requests. The engine that starts in its place goes on from it."""
+    """The experience of an engine with its requests. The engine that starts in its place goes on from it."""
 
     answer_lengths: tuple[int, ...] = Field(description="of the newest answers, in tokens")
     ttft_ratios: tuple[float, ...] = Field(description="of real to estimated times to the first token, of the newest requests")

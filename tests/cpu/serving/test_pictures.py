@@ -183,7 +183,7 @@ def test_no_path_leads_out_of_the_folder(path: str, worker: GenerationWorker, fo
 
 
 def test_a_server_without_a_folder_reads_no_file(worker: GenerationWorker) -> None:
-    prompt = ({"role": "user", "content": [{"type": "image", "url": "file:///a.png"}]},)
+    prompt = ({"role": "user", "content": [{"type": "image", "url": Path("/a.png").as_uri()}]},)
     with pytest.raises(RequestError, match="this server reads none; start it with --image-folder"):
         PictureReader(worker.generator, ChatTemplate(None)).read_files(prompt)
 

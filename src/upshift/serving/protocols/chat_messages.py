@@ -18,7 +18,7 @@ from upshift.text import find_lone_surrogate
 NOT_KEPT = "taken, and not kept"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 DATA_URL = "^data:image/[A-Za-z0-9.+-]+;base64,"
-FILE_URL = "^file:///"
+FILE_URL = "^file:/{3}"
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -86,8 +86,8 @@ class PictureAddress(Body):
         if not re.match(f"{DATA_URL}|{FILE_URL}", url):
             raise PydanticCustomError(
                 "no_data",
-                "pictures are taken as data: URLs such as data:image/png;base64,..., or as file:///... of the server's "
-                "--image-folder, and no site is read here",
+                "pictures are taken as data: URLs such as data:image/png;base64,..., or as file: URLs with an absolute path "
+                "in the server's --image-folder, and no site is read here",
             )
         return url
 
