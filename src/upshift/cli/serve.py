@@ -166,6 +166,14 @@ AdapterFolder = Annotated[
         text="Let clients load adapters from this folder, and unload them, while the server runs.",
     ),
 ]  # fmt: skip
+ImageFolder = Annotated[
+    Path | None,
+    option(
+        "--image-folder", panel=Panel.SERVER, metavar="FOLDER", default="no files are read",
+        check=partial(check_existing_folder, "--image-folder"),
+        text="Let messages name pictures of this folder, by file: URLs with absolute paths.",
+    ),
+]  # fmt: skip
 BatchFolder = Annotated[
     Path | None,
     option(
@@ -243,6 +251,7 @@ def command(
     adapter: Adapters = None,
     adapter_folder: AdapterFolder = None,
     batch_folder: BatchFolder = None,
+    image_folder: ImageFolder = None,
     total_memory: TotalMemory = None,
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
@@ -348,6 +357,7 @@ def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict
         check_adapters([folder for folders in adapters.values() for folder in folders.values()])
     prompts: Path | None = given["prompts"]
     engine_python: Path | None = given["engine_python"]
+    image_folder: Path | None = given["image_folder"]
     engine_settings = given["engine_settings"] or []
     fields: dict[str, Any] = {
         **{name: given[name] for name in same},
@@ -357,6 +367,7 @@ def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict
         "max_tpot_ms": read_limit("max-tpot-ms", given["max_tpot_ms"]),
         "concurrency": given["concurrency"] or DEFAULT_CONCURRENCY,
         "prompts": None if prompts is None else str(prompts.resolve()),
+        "image_folder": None if image_folder is None else str(image_folder.resolve()),
         "race_seconds": read_seconds(given["race_seconds"]),
         "options": _read_settings(given["settings"] or []),
         "generation_options": _typed_for_texts(given) if len(names) == 1 else (),

@@ -26,6 +26,7 @@ from upshift.serving.messages import (
     Failed,
     Generate,
     Heartbeat,
+    LearnedLoad,
     LoadAdapter,
     Piece,
     Ready,
@@ -92,6 +93,7 @@ class EngineProcess:
         self._supervisor: asyncio.Task[None] | None = None
         self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
         self._has_been_ready = False
+        self._learned: LearnedLoad | None = None
 
     @property
     def pid(self) -> int | None:
@@ -250,7 +252,7 @@ class EngineProcess:
             )
             error_reader = asyncio.create_task(self._read_errors())
             assert self._process.stdin is not None and self._process.stdout is not None
-            request = self.request.changed(is_restart=self._has_been_ready)
+            request = self.request.changed(is_restart=self._has_been_ready, learned=self._learned)
             self._process.stdin.write(request.to_json().encode() + b"\n")
             async for line in self._process.stdout:
                 message = FROM_ENGINE.validate_json(line)
@@ -266,6 +268,7 @@ class EngineProcess:
                     self.failure = message
                 elif isinstance(message, Heartbeat):
                     self.heartbeat = message
+                    self._learned = message.learned
                 else:
                     self._deliver(message)
             await self._process.wait()

@@ -31,6 +31,13 @@ class ContextTooLong(RequestError):
     """The prompt, or the prompt with its answer, is longer than the model's context."""
 
 
+class LearnedLoad(Value):
+    """The experience of an engine with its requests. The engine that starts in its place goes on from it."""
+
+    answer_lengths: tuple[int, ...] = Field(description="of the newest answers, in tokens")
+    ttft_ratios: tuple[float, ...] = Field(description="of real to estimated times to the first token, of the newest requests")
+
+
 class EngineRequest(Value):
     """The settings that an engine starts with.
 
@@ -54,9 +61,11 @@ class EngineRequest(Value):
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
     allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
+    image_folder: str | None = Field(None, description="whose pictures a message may name by file: URLs; None allows none")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
     adapters: dict[str, str] = Field({}, description="folders of the adapters to load, by their names")
     is_restart: bool = Field(False, description="the engine was ready before: adapters that are gone do not stop it")
+    learned: LearnedLoad | None = Field(None, description="by the engine before this one")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
 
@@ -100,6 +109,7 @@ class Generate(Value):
     truncation_side: Literal["left", "right"] | None = Field(None, description="at which it is cut; None: that of the tokenizer")
     shows_stop_string: bool = Field(False, description="whether the text has the stop string that ended it")
     with_token_ids: bool = Field(False, description="whether the pieces have the token ids of the prompt and of the answer")
+    arrival: float | None = Field(None, description="when it came, by the clock of the engine's process, which sets it")
 
 
 class Embed(Value):
@@ -338,6 +348,7 @@ class Heartbeat(Value):
     live: int
     waiting: int
     resident_bytes: int
+    learned: LearnedLoad | None = None
 
 
 Request = Generate | Embed | Tokenize | Detokenize | DescribeTokenizer | LoadAdapter | UnloadAdapter

@@ -31,8 +31,9 @@ BUSY = 429
 
 
 class ReplicaSet:
-    """The engines of one model, at least one. A request that one engine rejects because too many requests wait goes to
-    the other engines."""
+    """The engines of one model, at least one.
+
+    A request goes to the next engine if too many requests wait in the first one, or if that one dies before the first token."""
 
     def __init__(self, request: EngineRequest, count: int = 1) -> None:
         self.request = request
@@ -106,30 +107,29 @@ class ReplicaSet:
     async def pieces(self, request: Generate) -> AsyncIterator[Piece]:
         """Yield the pieces of an answer, as ``EngineProcess.pieces`` does."""
         prompt = request.prompt
-        *first_choices, last_choice = self._rank_engines(prompt if isinstance(prompt, str) else repr(prompt[:ROUTING_LENGTH]))
-        for engine in first_choices:
+        engines = self._rank_engines(prompt if isinstance(prompt, str) else repr(prompt[:ROUTING_LENGTH]))
+        for engine in engines:
+            has_begun = False
             try:
                 async with aclosing(engine.pieces(request)) as pieces:
                     async for piece in pieces:
+                        has_begun = True
                         yield piece
                 return
-            except RequestRefused as refused:
-                if refused.status != BUSY:
+            except (RequestRefused, EngineDied) as error:
+                if has_begun or engine is engines[-1] or not _may_ask_next(error):
                     raise
-        async with aclosing(last_choice.pieces(request)) as pieces:
-            async for piece in pieces:
-                yield piece
 
     async def vectors(self, request: Embed) -> Vectors:
         """Return the vectors of a request, as ``EngineProcess.vectors`` does."""
-        *first_choices, last_choice = self._rank_engines("")
-        for engine in first_choices:
+        engines = self._rank_engines("")
+        for engine in engines[:-1]:
             try:
                 return await engine.vectors(request)
-            except RequestRefused as refused:
-                if refused.status != BUSY:
+            except (RequestRefused, EngineDied) as error:
+                if not _may_ask_next(error):
                     raise
-        return await last_choice.vectors(request)
+        return await engines[-1].vectors(request)
 
     async def tokens(self, request: Tokenize) -> TokenizedPrompt:
         """Return the tokens of a prompt, as ``EngineProcess.tokens`` does."""
@@ -165,6 +165,11 @@ class ReplicaSet:
             ranking.remove(preferred)
             ranking.insert(0, preferred)
         return ranking
+
+
+def _may_ask_next(error: RequestRefused | EngineDied) -> bool:
+    """Return whether another engine may answer a request that failed with this error."""
+    return isinstance(error, EngineDied) or error.status == BUSY
 
 
 def _sum_known(values: list[float | None]) -> float | None:

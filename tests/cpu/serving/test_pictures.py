@@ -17,14 +17,16 @@ from image_models import COLORS, qwen_prompt, save_llava, save_qwen
 from test_serve_faults import app_of, posted
 from test_tokens import Speaking
 
+from upshift.errors import RequestError
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchStatesDecoder
 from upshift.inference.generation.media import MediaPrompts
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 from upshift.serving.engine import chat_template
+from upshift.serving.engine.chat_template import ChatTemplate
 from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine.picture_support import computes_pictures
+from upshift.serving.engine.picture_support import PictureReader, computes_pictures
 from upshift.serving.messages import EngineRequest, Refused
 from upshift.serving.openai_requests import ChatRequest
 from upshift.serving.protocols.anthropic_requests import MessagesRequest
@@ -60,7 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(folder: Path) -> GenerationWorker:
-    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch", prompt_length=4, output_length=4, concurrency=4))
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    lengths = {"prompt_length": 4, "output_length": 4, "concurrency": 4}
+    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch", image_folder=str(pictures), **lengths))
     worker.prepare()
     return worker
 
@@ -141,7 +146,7 @@ URL = "image_url.url: pictures are taken as data: URLs"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://example.com/a.png", URL), ("file:a.png", URL), ("data:text/plain;base64,AA==", URL),
+        ("http://example.com/a.png", URL), ("file:a.png", URL), ("file://host/a.png", URL), ("data:text/plain;base64,AA==", URL),
         ("data:image/png;base64,!", "messages.0 cannot be read (it is no picture that pillow knows); send a PNG or JPEG"),
         ("data:image/png;base64,AA==", "cannot be read (it is no picture that pillow knows)"),
         (f"data:image/png;base64,{file_of('red')[:60]}", "cannot be read (it is no picture that pillow knows)"),
@@ -150,6 +155,37 @@ URL = "image_url.url: pictures are taken as data: URLs"
 def test_pictures_that_cannot_be_read(url: str, words: str, worker: GenerationWorker) -> None:
     messages = body_of({"type": "image_url", "image_url": {"url": url}})["messages"]
     assert words in refusal(worker, {"messages": messages}).json()["error"]["message"]
+
+
+def test_a_picture_by_the_path_of_a_file(worker: GenerationWorker, folder: Path) -> None:
+    """The tokens are those of the same picture in base64, also if the file changes."""
+    (folder / "pictures" / "a sub").mkdir()
+    file = folder / "pictures" / "a sub" / "red.png"
+    for color in ("red", "blue"):
+        file.write_bytes(base64.b64decode(file_of(color)))
+        named = {"type": "image_url", "image_url": {"url": f"{(folder / 'pictures').as_uri()}/a%20sub/../a%20sub/red.png"}}
+        requests = [ChatRequest.model_validate(body_of(part, AFTER)) for part in (named, part_of(color))]
+        by_path, by_data = answers(worker, *requests)
+        assert by_path == by_data and len(by_path) == NEW
+
+
+@pytest.mark.parametrize(
+    "path", ["../config.json", "%2e%2e/config.json", "link/config.json", "link.png", "loop", "none.png", "", "a%00"]
+)
+def test_no_path_leads_out_of_the_folder(path: str, worker: GenerationWorker, folder: Path) -> None:
+    pictures = folder / "pictures"
+    for name, target in (("link", folder), ("link.png", folder / "config.json"), ("loop", pictures / "loop")):
+        if not (pictures / name).is_symlink():
+            (pictures / name).symlink_to(target)
+    messages = body_of({"type": "image_url", "image_url": {"url": f"{pictures.as_uri()}/{path}"}})["messages"]
+    message = refusal(worker, {"messages": messages}).json()["error"]["message"]
+    assert "is no file within the folder of --image-folder; correct the path" in message
+
+
+def test_a_server_without_a_folder_reads_no_file(worker: GenerationWorker) -> None:
+    prompt = ({"role": "user", "content": [{"type": "image", "url": Path("/a.png").as_uri()}]},)
+    with pytest.raises(RequestError, match="this server reads none; start it with --image-folder"):
+        PictureReader(worker.generator, ChatTemplate(None)).read_files(prompt)
 
 
 def test_what_goes_with_no_picture(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from upshift.serving.app import Server, make_app
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.answer_pieces import TextStream
 from upshift.serving.engine.scheduler import MAX_CACHED_PROMPTS, PromptCache, Scheduler
-from upshift.serving.engine_process import RequestRefused
+from upshift.serving.engine_process import EngineDied, RequestRefused
 from upshift.serving.load_test.client import RequestResult
 from upshift.serving.load_test.run import summarize_phase
 from upshift.serving.load_test.traffic import Traffic, arrivals
@@ -396,14 +396,19 @@ class Counted:
 
     pid, heartbeat = 1, Heartbeat(live=0, waiting=0, resident_bytes=5)
 
-    def __init__(self, in_flight: int = 0, *, refuses: int | None = None) -> None:
+    def __init__(self, in_flight: int = 0, *, refuses: int | None = None, dies_after: int | None = None) -> None:
         self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()
+        self.dies_after = dies_after  # pieces
         self.ready = Ready(task="generate", setup="", rows=4, cache_tokens=None, positions=None, resident_bytes=5, seconds={})
 
     async def pieces(self, asked: Generate) -> AsyncGenerator[Piece]:
         if self.refuses:
             raise RequestRefused(Refused(id=1, status=self.refuses, why="no"))
         self.asked.append(asked.prompt)
+        if self.dies_after is not None:
+            for _ in range(self.dies_after):
+                yield Piece(id=1, text="y", tokens=1, prompt_tokens=1)
+            raise EngineDied("gone")
         yield Piece(id=1, text="yes", tokens=1, prompt_tokens=1, ending="stop")
 
 
@@ -439,6 +444,17 @@ def test_replicas_share_the_work() -> None:
     assert of_several(full, free).state == "ready" and len(ask_all(of_several(full, free), prompts)) == 40
     told = of_several(free, first).ready
     assert told is not None and (told.rows, told.replicas, told.resident_bytes) == (8, 2, 10)
+
+
+def test_a_request_without_a_token_survives_its_engine() -> None:
+    """A text that has begun does not: its client has a part of it."""
+    other = Counted(in_flight=9)  # so that it is asked last
+    assert ask_all(of_several(Counted(dies_after=0), other), [(1, 2)]) == ["yes"] and len(other.asked) == 1
+    with pytest.raises(EngineDied):
+        ask_all(of_several(Counted(dies_after=1), other), [(1, 2)])
+    with pytest.raises(EngineDied):
+        ask_all(of_several(Counted(dies_after=0), Counted(1, dies_after=0)), [(1, 2)])
+    assert len(other.asked) == 1
 
 
 def test_arrivals_are_a_poisson_process() -> None:

@@ -5,28 +5,30 @@ a first token from the times of the engine's passes."""
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import fmean
+from functools import cached_property
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from upshift.inference.generation.batching import TokenLogprob
 from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.messages import CONTEXT_CODE, Refused
+from upshift.serving.messages import CONTEXT_CODE, LearnedLoad, Refused
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request in the queue of an engine.
 
-    ``arrival``: the time when the request came, by the queue's clock.
+    ``arrival``: the time when the request came, by the queue's clock. ``admission``: the time when it was admitted, which is
+    after the pass that ran meanwhile.
     ``is_conversation``: the next prompt of the conversation begins with this prompt and its answer.
     ``top``: the number of likeliest tokens to report. None reports no log-probabilities.
-    ``expected_seconds``: the estimated time to the first token at admission, before the correction.
+    ``expected_seconds``: the estimated time from admission to the first token, before the correction.
     ``cached_tokens``: tokens of the prompt that are taken from the prompt cache.
     ``is_cached_later``: the prompt and its answer go into the prompt cache when the answer ends.
     ``prompt_top``: as ``top``, for the tokens of the prompt.
@@ -41,6 +43,7 @@ class Ticket:
     prompt_top: int | None = None
     adapter: str | None = None
     expected_seconds: float = 0.0
+    admission: float = 0.0
     cached_tokens: int = 0
     is_cached_later: bool = False
     logprob: TokenLogprob | None = None
@@ -49,6 +52,11 @@ class Ticket:
     def reserved_tokens(self) -> int:
         """Return the number of cache tokens that are reserved for the request."""
         return len(self.sequence.prompt) + self.sequence.options.new_tokens
+
+    @cached_property
+    def prompt_ids(self) -> np.ndarray:
+        """Return the token ids of the prompt, [T]."""
+        return np.asarray(self.sequence.prompt)
 
     @property
     def has_inputs(self) -> bool:
@@ -106,7 +114,8 @@ class RequestQueue(Generic[E]):
             return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
         ticket.cached_tokens = self._count_cached(ticket)
         ticket.expected_seconds = self._estimate_ttft(ticket)
-        wait = ticket.expected_seconds * self.estimator.correction
+        ticket.admission = self.clock()
+        wait = ticket.admission - ticket.arrival + ticket.expected_seconds * self.estimator.correction
         if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
             message = (
                 f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
@@ -154,26 +163,33 @@ class RequestQueue(Generic[E]):
 SMOOTHING = 0.9  # share of the old value when a new pass is measured
 RECENT_REQUESTS = 256  # for the mean answer length and for the correction
 MIN_RATIOS = 16  # until so many first tokens have come, estimates are not corrected
-CORRECTION_QUANTILE = 0.98  # of the ratios of real to estimated times
+CORRECTION_QUANTILE = 0.99  # of the scenarios, and of the ratios of real to estimated times
 MIN_CORRECTION = 0.5
 MAX_CORRECTION = 4.0
+SCENARIOS = 128  # in which answers end otherwise
+DRAWN_ROUNDS = 2  # of all rows, whose answers are drawn; those of further rounds take the mean
 
 
 class TtftEstimator:
     """An estimate of how long a new request would wait for its first token, from the times of the engine's passes.
 
     Passes are measured as they run: prompts by their tokens, steps by their rows. Each estimate is compared with the real
-    time. The next estimate is multiplied by a correction, with which 98 of 100 recent estimates would have been long enough."""
+    time. The next estimate is multiplied by a correction, with which 99 of 100 recent estimates would have been long enough."""
 
-    def __init__(self, *, token_seconds: float, step_seconds: float, output_length: float) -> None:
-        """Start from the values that the race or the warm-up measured.
+    def __init__(
+        self, *, token_seconds: float, step_seconds: float, output_length: int, learned: LearnedLoad | None = None
+    ) -> None:
+        """Start from the values that the race or the warm-up measured, and from what an engine before this one ``learned``.
 
         ``token_seconds`` is the time of one token of a prompt. ``step_seconds`` is the time of one more token of all
         rows. ``output_length`` is the number of tokens of an answer."""
         self.token_seconds = token_seconds
         self.step_seconds = step_seconds
-        self._answer_lengths: deque[float] = deque([output_length], maxlen=RECENT_REQUESTS)
-        self._ratios: deque[float] = deque(maxlen=RECENT_REQUESTS)  # real to estimated seconds
+        answer_lengths = (output_length,) if learned is None else learned.answer_lengths
+        ratios = () if learned is None else learned.ttft_ratios
+        self._answer_lengths: deque[int] = deque(answer_lengths, maxlen=RECENT_REQUESTS)
+        self._ratios: deque[float] = deque(ratios, maxlen=RECENT_REQUESTS)  # real to estimated seconds
+        self._random = np.random.default_rng(0)
 
     def record_prompts(self, prompt_tokens: int, seconds: float) -> None:
         self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
@@ -187,6 +203,11 @@ class TtftEstimator:
     def record_first_token(self, expected: float, seconds: float) -> None:
         """Record the estimated and the real seconds to a first token."""
         self._ratios.append(seconds / max(expected, 1e-3))
+
+    @property
+    def learned(self) -> LearnedLoad:
+        """Return what an engine after this one goes on from."""
+        return LearnedLoad(answer_lengths=tuple(self._answer_lengths), ttft_ratios=tuple(self._ratios))
 
     @property
     def correction(self) -> float:
@@ -206,20 +227,41 @@ class TtftEstimator:
             live: for each running sequence, its tokens so far and the maximum of its further tokens.
             requests_before: number of requests that wait already.
         """
-        end_steps = [self._remaining_steps(tokens, tokens_left) for tokens, tokens_left in live]  # from now
-        answer_length = fmean(self._answer_lengths)
-        heapq.heapify(end_steps)
-        steps_to_row = 0.0
-        for _ in range(free_rows, requests_before + 1):
-            steps_to_row = end_steps[0] if end_steps else 0.0
-            heapq.heappushpop(end_steps, steps_to_row + answer_length)
-        return steps_to_row * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
+        steps = self._steps_to_row(free_rows, list(live), requests_before)
+        return steps * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
 
-    def _remaining_steps(self, tokens: int, tokens_left: int) -> float:
-        """Return the expected number of further tokens of a sequence, from the recent answers that were longer than
-        the sequence is now. One that is longer than all of them is expected to double."""
-        longer = [length for length in self._answer_lengths if length > tokens]
-        return min(fmean(longer) - tokens if longer else max(tokens, 1.0), tokens_left)
+    def _steps_to_row(self, free_rows: int, live: list[tuple[int, int]], requests_before: int) -> float:
+        """Return the steps until the request has a row, which are enough in CORRECTION_QUANTILE of SCENARIOS.
+
+        In each of them, the answers have lengths that are drawn from the recent ones."""
+        if free_rows > requests_before:
+            return 0.0
+        lengths = np.sort(np.fromiter(self._answer_lengths, dtype=np.float64))
+        rows = free_rows + len(live)
+        drawn_requests = min(requests_before, DRAWN_ROUNDS * rows)
+        ends = np.zeros((SCENARIOS, rows))  # steps from now
+        if live:
+            ends[:, : len(live)] = self._draw_remaining(lengths, np.array(live, dtype=np.float64))
+        scenarios = np.arange(SCENARIOS)
+        drawn_indices = self._random.integers(len(lengths), size=(drawn_requests, SCENARIOS))
+        for answer_lengths in lengths[drawn_indices]:
+            ends[scenarios, ends.argmin(1)] += answer_lengths
+        steps = float(np.quantile(ends.min(1), CORRECTION_QUANTILE))
+        return steps + (requests_before - drawn_requests) * float(lengths.mean()) / rows
+
+    def _draw_remaining(self, lengths: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """Return the further tokens of running sequences in each scenario, [SCENARIOS, N].
+
+        ``live`` [N, 2] has the tokens of each so far, and the maximum of its further ones. A text ends as one of the recent
+        answers that were longer than it is now. One that is longer than all of them doubles in half of the scenarios."""
+        tokens, tokens_left = live.T
+        first = np.searchsorted(lengths, tokens, side="right")
+        drawn = self._random.random((SCENARIOS, len(live)))
+        indices = first + (drawn * (len(lengths) - first)).astype(np.int64)
+        remaining = lengths[np.minimum(indices, len(lengths) - 1)] - tokens
+        beyond_all = np.maximum(tokens, 1.0) * (1.0 / (1.0 - drawn) - 1.0)
+        further: np.ndarray = np.minimum(np.where(first == len(lengths), beyond_all, remaining), tokens_left)
+        return further
 
 
 def smooth(old: float, measured: float) -> float:

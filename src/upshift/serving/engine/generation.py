@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
 from upshift.inference.generation.media import ProcessedPrompts, has_media
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
@@ -47,7 +44,7 @@ from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
 from upshift.serving.engine.tokenization import check_token_ids, cut_prompt, token_replies
 from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, schemas_of_tools
-from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes, measure_passes, rows_that_fit
+from upshift.serving.engine.warmup import PassTimes, expected_prompts, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
     Cancel,
@@ -73,7 +70,6 @@ from upshift.value import Value
 if TYPE_CHECKING:
     from upshift.serving.engine.adapters import AdapterDecoder  # imports peft, which may be missing
 
-FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 1 / 60  # between messages: a screen shows no more pictures, and a message takes 0.3 ms of a core
 TRIM_BYTES = 16 * 2**20  # of growth after which an idle engine returns free memory, which takes some milliseconds
@@ -161,14 +157,14 @@ class GenerationWorker:
         self._trimmed_bytes = 0  # that were resident after the heap was trimmed
         self._stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
         self._tools = ToolTemplate(self.generator.prompts.tokenizer, self.generator.prompts.media)
-        self._pictures = PictureReader(self.generator, self._tools)
+        self._pictures = PictureReader(self.generator, self._tools, request.image_folder)
         self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
         """Race the engines, load the winner and measure its passes. Return the report for the server."""
         start = time.perf_counter()
-        prompts = self._expected_prompts()
+        prompts = expected_prompts(self.generator, self.request, self.prompt_length, self.output_length)
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
@@ -180,7 +176,10 @@ class GenerationWorker:
         self.seconds["proving"] = time.perf_counter() - start
         output_length = self.output_length
         self.scheduler.estimator = TtftEstimator(
-            token_seconds=times.prompt_token, step_seconds=times.step, output_length=output_length
+            token_seconds=times.prompt_token,
+            step_seconds=times.step,
+            output_length=output_length,
+            learned=self.request.learned,
         )
         max_ttft_ms = self.request.max_ttft_ms
         self.scheduler.max_ttft = None if max_ttft_ms is None else max_ttft_ms / 1e3
@@ -240,7 +239,7 @@ class GenerationWorker:
 
     def _measure(self, race: Race, prompts: list[list[int]], rows: int, cache_tokens: int | None) -> PassTimes:
         """Make the scheduler of the loaded engine. Return the times of the engine's passes."""
-        estimator = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0)
+        estimator = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0)
         max_waiting = self.request.max_waiting
         engine = self.generator.text_engine
         if engine is not None:
@@ -295,8 +294,8 @@ class GenerationWorker:
         return Done(id=order.id)
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
-        chat: Any = request.prompt
         self._pictures.check(request)
+        chat: Any = self._pictures.read_files(request.prompt)
         return self._read_chat(chat, request.tools, request.template)
 
     def take(self, message: Generate | Cancel) -> Refused | None:
@@ -310,7 +309,8 @@ class GenerationWorker:
             adapter = self._find_adapter(message.adapter)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=_is_chat(message.prompt), top=message.top)
+        arrival = time.perf_counter() if message.arrival is None else message.arrival
+        ticket = Ticket(message.id, sequence, arrival, is_conversation=_is_chat(message.prompt), top=message.top)
         ticket.prompt_top = message.prompt_top
         ticket.adapter = adapter
         refused = self.scheduler.add(ticket)
@@ -399,8 +399,12 @@ class GenerationWorker:
             threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
 
     def heartbeat(self) -> Heartbeat:
-        live = len(self.scheduler.live)
-        return Heartbeat(live=live, waiting=len(self.scheduler.waiting), resident_bytes=self._resident_bytes())
+        return Heartbeat(
+            live=len(self.scheduler.live),
+            waiting=len(self.scheduler.waiting),
+            resident_bytes=self._resident_bytes(),
+            learned=self.scheduler.estimator.learned,
+        )
 
     def trim_heap(self) -> None:
         """Return free memory to the system if the process has grown. Reading one large JSON schema leaves 30 MB of it."""
@@ -469,7 +473,7 @@ class GenerationWorker:
 
     def _read_prompt(self, request: Generate) -> list[int]:
         """Return the token ids of a prompt."""
-        prompt: Any = request.prompt
+        prompt: Any = self._pictures.read_files(request.prompt)
         if _is_token_ids(prompt):
             return list(prompt)
         if isinstance(prompt, str):
@@ -559,30 +563,6 @@ class GenerationWorker:
             self.generator.check_positions(ids, options, "the prompt", serves=True)
         except RequestError as error:  # the prompt is beyond longrope's border
             raise ContextTooLong(str(error)) from None
-
-    def _expected_prompts(self) -> list[list[int]]:
-        """Return token ids of prompts like the expected ones, at least as many as may run at once.
-
-        Each prompt is cut to the positions that the model has. Random prompts all differ, because a shared beginning
-        would be computed only once."""
-        generator = self.generator
-        random_ids = random.Random(0)
-        vocabulary = min(len(generator.prompts.tokenizer), generator.vocabulary)
-        prompts: list[list[int]] = []
-        if self.request.prompts is not None:
-            path = Path(self.request.prompts)
-            check_prompts(path, "--prompts")
-            prompts = generator.prompts.tokenize(list(islice(read_prompts(path), FILE_PROMPTS)))
-            for ids in prompts:
-                check_token_ids(ids, generator.vocabulary)
-        lengths = [len(prompt) for prompt in prompts] or [self.prompt_length]
-        for index in range(len(prompts), self.request.concurrency):
-            length = lengths[index % len(lengths)]
-            prompts.append([random_ids.randrange(vocabulary) for _ in range(length)])
-        max_length = None
-        if generator.longest is not None:
-            max_length = max(generator.longest - max(self.output_length, WARMUP_TOKENS), 1)
-        return [prompt[:max_length] for prompt in prompts]
 
 
 def _put_end(engine: TextEngine, inbox: queue.Queue[Any]) -> None:

@@ -18,7 +18,7 @@ from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
-from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Heartbeat, Ready, Refused
+from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Generate, Heartbeat, Ready, Refused
 from upshift.settings import quiet_libraries, wait_briefly
 from upshift.value import Value
 
@@ -107,7 +107,10 @@ def _read_requests(inbox: queue.Queue[Any]) -> None:
     """Put the requests of the input into the inbox, and None at its end or after an error."""
     try:
         for line in sys.stdin:
-            inbox.put(TO_ENGINE.validate_json(line))
+            message = TO_ENGINE.validate_json(line)
+            if isinstance(message, Generate):  # it may wait for a pass before the engine takes it
+                message = message.model_copy(update={"arrival": time.perf_counter()})
+            inbox.put(message)
     finally:
         inbox.put(None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +50,10 @@ class Scheduler(RequestQueue[Decoder]):
         return self.engine
 
     def _count_cached(self, ticket: Ticket) -> int:
-        return _length(self._find_prefix(ticket))
+        """Return how many tokens of a new request's prompt are cached, or are computed for a request before it."""
+        cached_tokens = _length(self._find_prefix(ticket))
+        earlier = self._find_earlier(ticket, cached_tokens, [*self.live, *self.waiting])
+        return cached_tokens if earlier is None else _shared_length(earlier.prompt_ids, ticket.prompt_ids[:-1])
 
     def _steps_beside(self, prompt_tokens: int) -> int:
         return prompt_tokens // self.chunk_tokens if self.decoder.mixes else 0
@@ -72,7 +76,7 @@ class Scheduler(RequestQueue[Decoder]):
         new_tokens = self._choose_tokens(tickets, logits)
         for ticket, _ in new_tokens:
             if len(ticket.sequence.tokens) == 1 and not ticket.sequence.scores_prompt:
-                self.estimator.record_first_token(ticket.expected_seconds, self.clock() - ticket.arrival)
+                self.estimator.record_first_token(ticket.expected_seconds, self.clock() - ticket.admission)
             if ticket.sequence.ending is not None:
                 self._record_ending(ticket)
         failed = [ticket for ticket, _ in self.failed[failures_before:]]
@@ -82,9 +86,15 @@ class Scheduler(RequestQueue[Decoder]):
     def _record_ending(self, ticket: Ticket) -> None:
         sequence = ticket.sequence
         self.estimator.record_answer(len(sequence.tokens))
-        if ticket.is_cached_later:
-            prefix = self.decoder.prefix_of_row(self.live.index(ticket))
-            self._prompt_cache.add(sequence.prompt + sequence.tokens, prefix, ticket.adapter)
+        if ticket.is_cached_later or any(self._find_earlier(waiting, 0, [ticket]) for waiting in islice(self.waiting, self.rows)):
+            self._cache_row(ticket)
+
+    def _cache_row(self, ticket: Ticket) -> None:
+        """Add a row to the prompt cache. Prompts that the next requests need are dropped last."""
+        for waiting in islice(self.waiting, self.rows):
+            self._find_prefix(waiting)
+        prefix = self.decoder.prefix_of_row(self.live.index(ticket))
+        self._prompt_cache.add(ticket.sequence.prompt + ticket.sequence.tokens, prefix, ticket.adapter)
 
     def _choose_tokens(self, tickets: list[Ticket], logits: np.ndarray) -> list[tuple[Ticket, int]]:
         """Choose the next token of each request from logits [N, V], and add it to the sequence.
@@ -160,6 +170,12 @@ class Scheduler(RequestQueue[Decoder]):
         while self.waiting and len(self.live) + len(admitted) < self.rows:
             ticket = self.waiting[0]
             prefix = self._find_prefix(ticket)
+            earlier = self._find_earlier(ticket, _length(prefix), [*self.live, *(new.ticket for new in admitted)])
+            if earlier is not None:
+                if not earlier.sequence.tokens:  # to wait for its prompt is sooner than to compute the same tokens beside it
+                    break
+                self._cache_row(earlier)
+                prefix = self._find_prefix(ticket)
             ticket.cached_tokens = _length(prefix)
             reserved_tokens += ticket.reserved_tokens
             fits_cache = self.cache_tokens is None or reserved_tokens <= self.cache_tokens
@@ -171,7 +187,7 @@ class Scheduler(RequestQueue[Decoder]):
             if not (fits_cache and fits_pass):
                 break
             token_budget -= ticket.uncached_tokens
-            is_repeated = self._prompt_cache.is_repeated(ticket.sequence.prompt, ticket.cached_tokens, ticket.adapter)
+            is_repeated = self._prompt_cache.is_repeated(ticket.prompt_ids, ticket.cached_tokens, ticket.adapter)
             ticket.is_cached_later = (
                 self._has_prefixes and not ticket.sequence.scores_prompt and (ticket.is_conversation or is_repeated)
             )
@@ -187,7 +203,25 @@ class Scheduler(RequestQueue[Decoder]):
         """Return the cached beginning of a request's prompt. A prompt that is scored has none, as its logits are not cached."""
         if not self._has_prefixes or ticket.sequence.scores_prompt:
             return None
-        return self._prompt_cache.find(ticket.sequence.prompt, ticket.adapter)
+        return self._prompt_cache.find(ticket.prompt_ids, ticket.adapter)
+
+    def _find_earlier(self, ticket: Ticket, cached_tokens: int, tickets: Sequence[Ticket]) -> Ticket | None:
+        """Return the one of these requests whose prompt shares the longest beginning with that of ``ticket``.
+
+        None if none shares MIN_PREFIX_TOKENS tokens more than the cached ones, or if the engine has no prefixes."""
+        if not self._has_prefixes or ticket.sequence.scores_prompt:
+            return None
+        prompt = ticket.prompt_ids[:-1]
+        longest = cached_tokens + MIN_PREFIX_TOKENS - 1
+        found = None
+        for other in tickets:
+            if other.adapter != ticket.adapter or other.sequence.scores_prompt or not self._prompt_cache.holds(other.prompt_ids):
+                continue
+            length = _shared_length(other.prompt_ids, prompt)
+            if length > longest:
+                longest = length
+                found = other
+        return found
 
     def _keep_live(self, tickets: list[Ticket]) -> None:
         """Keep only these requests in the engine's rows."""
@@ -237,7 +271,7 @@ class PromptCache:
         self._prompts: list[CachedPrompt] = []  # the most recently used prompt is the last
         self._recent: deque[tuple[np.ndarray, str | None]] = deque(maxlen=RECENT_PROMPTS)
 
-    def find(self, prompt: Sequence[int], adapter: str | None = None) -> Prefix | None:
+    def find(self, prompt: Sequence[int] | np.ndarray, adapter: str | None = None) -> Prefix | None:
         """Return the longest cached beginning of the prompt with this adapter, or None.
 
         The last token of the prompt is never part of it, because the engine computes the first logits from that
@@ -255,7 +289,7 @@ class PromptCache:
         self._prompts.append(cached)
         return cached.prefix._replace(length=longest)
 
-    def is_repeated(self, prompt: Sequence[int], cached_tokens: int, adapter: str | None = None) -> bool:
+    def is_repeated(self, prompt: Sequence[int] | np.ndarray, cached_tokens: int, adapter: str | None = None) -> bool:
         """Return whether a recent prompt shares a longer beginning with this prompt than the cached one.
 
         The prompt counts as recent from then on."""
@@ -265,10 +299,14 @@ class PromptCache:
         self._recent.append((ids, adapter))
         return longest >= cached_tokens + MIN_PREFIX_TOKENS
 
+    def holds(self, tokens: np.ndarray) -> bool:
+        """Return whether a prompt [T] has a length that can be cached."""
+        return MIN_PREFIX_TOKENS <= len(tokens) <= self._max_tokens
+
     def add(self, tokens: Sequence[int], prefix: Prefix, adapter: str | None = None) -> None:
         """Add a prompt. Drop the prompts that it contains, and old prompts if there are too many tokens."""
         ids = np.asarray(tokens)[: prefix.length]
-        if not MIN_PREFIX_TOKENS <= len(ids) <= self._max_tokens:
+        if not self.holds(ids):
             return
         beginning = _beginning(ids)
         self._prompts = [

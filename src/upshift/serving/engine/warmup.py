@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import time
+from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from upshift.errors import NothingFits
+from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import PASS_TOKENS
+from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.engine.admission import Ticket
 from upshift.serving.engine.scheduler import PROMPT_CHUNK_TOKENS, Scheduler
+from upshift.serving.engine.tokenization import check_token_ids
+from upshift.serving.messages import EngineRequest
 
+FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
 FULL_STEPS = 12  # steps with all rows used; every third one after a row was exchanged
 WARMUP_TOKENS = 20  # of an answer at most
 
@@ -31,6 +39,30 @@ class PassTimes(NamedTuple):
     first_token: float
     prompt_token: float
     step: float
+
+
+def expected_prompts(generator: Generator, request: EngineRequest, prompt_length: int, output_length: int) -> list[list[int]]:
+    """Return token ids of prompts like the expected ones, at least as many as may run at once.
+
+    Each prompt is cut to the positions that the model has. Random prompts all differ, because a shared beginning
+    would be computed only once."""
+    random_ids = random.Random(0)
+    vocabulary = min(len(generator.prompts.tokenizer), generator.vocabulary)
+    prompts: list[list[int]] = []
+    if request.prompts is not None:
+        path = Path(request.prompts)
+        check_prompts(path, "--prompts")
+        prompts = generator.prompts.tokenize(list(islice(read_prompts(path), FILE_PROMPTS)))
+        for ids in prompts:
+            check_token_ids(ids, generator.vocabulary)
+    lengths = [len(prompt) for prompt in prompts] or [prompt_length]
+    for index in range(len(prompts), request.concurrency):
+        length = lengths[index % len(lengths)]
+        prompts.append([random_ids.randrange(vocabulary) for _ in range(length)])
+    max_length = None
+    if generator.longest is not None:
+        max_length = max(generator.longest - max(output_length, WARMUP_TOKENS), 1)
+    return [prompt[:max_length] for prompt in prompts]
 
 
 def rows_that_fit(rows: int, cache_tokens: int | None, prompts: list[list[int]]) -> int:

@@ -18,6 +18,7 @@ from upshift.text import find_lone_surrogate
 NOT_KEPT = "taken, and not kept"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 DATA_URL = "^data:image/[A-Za-z0-9.+-]+;base64,"
+FILE_URL = "^file:/{3}"
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -73,15 +74,20 @@ class TextPart(Body):
 
 
 class PictureAddress(Body):
-    url: str = Field(description="a data: URL with the file in base64", json_schema_extra={"pattern": DATA_URL})
+    url: str = Field(
+        description="a data: URL with the file in base64, or a file: URL of a file of --image-folder",
+        json_schema_extra={"pattern": f"{DATA_URL}|{FILE_URL}"},
+    )
     detail: Literal["auto", "low", "high"] | None = Field(None, description="taken; the model's processor decides on the size")
 
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        if not re.match(DATA_URL, url):
+        if not re.match(f"{DATA_URL}|{FILE_URL}", url):
             raise PydanticCustomError(
-                "no_data", "pictures are taken as data: URLs such as data:image/png;base64,..., and no file or site is read here"
+                "no_data",
+                "pictures are taken as data: URLs such as data:image/png;base64,..., or as file: URLs with an absolute path "
+                "in the server's --image-folder, and no site is read here",
             )
         return url
 
@@ -96,10 +102,10 @@ class PicturePart(Body):
     def _read_address(cls, address: Any) -> Any:
         return {"url": address} if isinstance(address, str) else address  # a short form of vLLM's
 
-    @property
-    def data(self) -> str:
-        """Return the file in base64."""
-        return self.image_url.url[self.image_url.url.index(",") + 1 :]
+    def to_template(self) -> dict[str, str]:
+        """Return the part with its file in base64, or with the URL of a file that the engine reads."""
+        url = self.image_url.url
+        return {"type": "image", "url": url} if re.match(FILE_URL, url) else {"type": "image", "data": url[url.index(",") + 1 :]}
 
 
 class RefusalPart(Body):
@@ -202,10 +208,7 @@ class Message(Body):
             return content
         if not self.has_pictures:
             return "".join(part.text for part in content if not isinstance(part, PicturePart))
-        return [
-            {"type": "image", "data": part.data} if isinstance(part, PicturePart) else {"type": "text", "text": part.text}
-            for part in content
-        ]
+        return [part.to_template() if isinstance(part, PicturePart) else {"type": "text", "text": part.text} for part in content]
 
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it: without the role "developer"."""
