@@ -115,7 +115,7 @@ def test_losses_and_turns_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -
     expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
     assert expected[-1] < expected[0]
     assert train(folder, data, tmp_path / "out", rows=4) == pytest.approx(expected, rel=2e-4)
-    assert not (tmp_path / "out" / "media-checkpoints").exists()  # none were saved
+    assert not (tmp_path / "out" / "trainer-checkpoints").exists()  # none were saved
     saved = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         trained, reference = (each.eval()(**inputs).loss.item() for each in (saved, model))

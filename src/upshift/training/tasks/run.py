@@ -1,6 +1,6 @@
-"""Run ``upshift train`` on images and sounds: check the request, prepare the rows, train with ``upshift.Trainer``, and save.
+"""Run ``upshift train`` for a task of its own, such as chats with images, or words with tags: check, prepare, train, and save.
 
-The Trainer makes the plan where it can, and says where it keeps the settings as they are.
+``upshift.Trainer`` runs the steps. It makes the plan where it can, and says where it keeps the settings as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.load import load_source
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.build import build_model
+from upshift.models.build import build_model, name_padding
 from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
@@ -34,22 +34,23 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.model import read_adapter
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
-from upshift.training.media.prepare import MediaKind, MediaModel, prepare_media, refuse_given
-from upshift.training.media.progress import RunEvents
-from upshift.training.media.rows import MediaData
+from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
+from upshift.training.tasks.progress import RunEvents
+from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
-CHECKPOINTS = "media-checkpoints"  # in the output folder, as the Trainer writes them
-RUN_FILE = "media_run.json"
+CHECKPOINTS = "trainer-checkpoints"  # in the output folder, as the Trainer writes them
+RUN_FILE = "trainer_run.json"
 OWN_FILES = (CHECKPOINTS, RUN_FILE)
 LARGEST_MICRO_BATCH = 8  # rows
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
-CHATS: MediaKind = "image-text-to-text"
+CHATS: TaskKind = "image-text-to-text"
 CHAT_PRECISIONS = ("fp32", "bf16")
 NO_PLAN = (
     "chats with images have no plan, so packing, compiled layers and several processes are off; "
@@ -60,7 +61,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class MediaWatcher:
+class TaskWatcher:
     """Callbacks that show progress."""
 
     checked: Callable[[], None]
@@ -68,10 +69,10 @@ class MediaWatcher:
     event: OnEvent
 
 
-def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -> Record:
+def run_task(request: TrainRequest, task: TaskModel, watcher: TaskWatcher) -> Record:
     """Train, save the model with its processor into the output folder, and return the Record. The caller locks the folder."""
-    check_request(request, media.kind)
-    settings = read_settings_of(request, media.kind)
+    check_request(request, task.kind)
+    settings = read_settings_of(request, task.kind)
     source = request.source()
     output = request.output
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
@@ -79,9 +80,9 @@ def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
     watcher.checked()
     _check_weights(source, from_config=request.from_config)
-    data = prepare_media(
+    data = prepare_task(
         source,
-        media,
+        task,
         request.data,
         request.as_options,
         eval_data=request.eval_data,
@@ -91,13 +92,13 @@ def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps)
     check_arguments(arguments, data)
-    model = load_media_model(source, media, data, request)
+    model = load_task_model(source, task, data, request)
     (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
-    return _train(request, media, settings, data, model, arguments, checkpoint, watcher.event)
+    return _train(request, task, settings, data, model, arguments, checkpoint, watcher.event)
 
 
-def check_request(request: TrainRequest, kind: MediaKind) -> None:
-    """Raise RequestError with the first option that training on images and sounds does not take."""
+def check_request(request: TrainRequest, kind: TaskKind) -> None:
+    """Raise RequestError with the first option that such a training does not take."""
     given = {
         "--plan": request.plan_file,
         "--heal": request.heal,
@@ -109,10 +110,10 @@ def check_request(request: TrainRequest, kind: MediaKind) -> None:
     refuse_given(given, kind)
     num_processes = next((text.partition("=")[2] for text in request.fixed if text.startswith("num_processes=")), "1")
     if read_ranks() is not None or num_processes != "1":
-        raise RequestError(f"training on images and sounds ({kind}) runs in one process; leave --nproc and launchers out")
+        raise RequestError(f"training for {kind} runs in one process; leave --nproc and launchers out")
 
 
-def check_arguments(arguments: Arguments, data: MediaData) -> None:
+def check_arguments(arguments: Arguments, data: TaskData) -> None:
     """Raise RequestError for evaluations that cannot take place, and for checkpoints that miss the best of them."""
     option = arguments.option_for_evaluations()
     if option is not None and (not arguments.eval_steps or data.evaluation is None):
@@ -136,28 +137,26 @@ def _check_weights(source: ModelSource, *, from_config: bool) -> None:
         fetch_weights(source)
 
 
-def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, request: TrainRequest) -> nn.Module:
+def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, request: TrainRequest) -> nn.Module:
     """Return the model in training mode, with a new head for new labels and with the adapter."""
     torch.manual_seed(request.arguments.seed)
     stored = source_of_files(source)
-    labels = data.label_names
-    if labels and source.adapter is not None:
+    head = data.new_head
+    if head is not None and source.adapter is not None:
         raise RequestError(
             f"the labels of {request.data} need a new head, which an adapter does not hold; train the whole model, or give a "
-            "classifier with these labels"
+            "model with such a head"
         )
-    if labels:
-        by_number = {str(number): name for number, name in enumerate(labels)}
-        by_name = {name: number for number, name in enumerate(labels)}
-        changed = {"architectures": [media.model_class.__name__], "id2label": by_number, "label2id": by_name}
-        stored = stored.changed(config=stored.config | changed)
+    if head is not None:
+        stored = stored.changed(config=stored.config | head.changes_of(task.model_class.__name__))
     dtype = getattr(torch, source.base_dtype) if source.adapter is not None else torch.float32
     if request.from_config:
-        model: Any = build_model(stored.hf_config, media.model_class, dtype=dtype)
-    elif labels:
-        model = _with_new_head(stored, media, dtype)
+        model: Any = build_model(stored.hf_config, task.model_class, dtype=dtype)
+    elif head is not None:
+        model = _with_new_head(stored, task, dtype)
     else:
-        model = load_source(stored, dtype=dtype, model_class=media.model_class)
+        model = load_source(stored, dtype=dtype, model_class=task.model_class)
+    name_padding_of(model, data)
     if source.adapter is None:
         return model.train()  # type: ignore[no-any-return]
     complete = complete_model(model, _adapter_beside_images(source, model))
@@ -167,9 +166,17 @@ def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, re
     return complete
 
 
-def _with_new_head(stored: ModelSource, media: MediaModel, dtype: torch.dtype) -> Any:
+def name_padding_of(model: Any, data: TaskData) -> None:
+    """Name the padding token in the config of a classifier of texts, which looks for the end of a text by it."""
+    text_config = model.config.get_text_config()
+    tokenizer = next((part for part in data.preprocessors.parts if hasattr(part, "pad_token_id")), None)
+    if tokenizer is not None and getattr(text_config, "pad_token_id", None) is None:
+        name_padding(model.config, tokenizer.pad_token_id)
+
+
+def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> Any:
     """Return the classifier with the weights of the files below a new head, whose weights are random."""
-    loader: Any = media.model_class
+    loader: Any = task.model_class
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the head that is new
     try:
@@ -244,7 +251,7 @@ class Settings:
     fixed: tuple[str, ...]
 
 
-def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
+def read_settings_of(request: TrainRequest, kind: TaskKind) -> Settings:
     """Return what --set fixes. Raise RequestError for a field of a plan where there is none, and for a wrong value."""
     given = dict(text.split("=", 1) for text in request.fixed if "=" in text)
     given.pop("num_processes", None)
@@ -268,7 +275,7 @@ def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
     return Settings(int(text), precision, ())
 
 
-def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, *, evaluates: bool) -> TrainingArguments:
+def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, data: TaskData) -> TrainingArguments:
     """Return transformers' arguments for the run."""
     save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
     same_names = ("max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "save_total_limit")
@@ -283,7 +290,7 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         warmup_steps=arguments.num_warmup_steps,
         logging_steps=1,
         logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluates and arguments.eval_steps else "no",
+        eval_strategy="steps" if data.evaluation is not None and arguments.eval_steps else "no",
         eval_steps=arguments.eval_steps or None,
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
@@ -292,7 +299,7 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         greater_is_better=False,
         prediction_loss_only=True,
         remove_unused_columns=False,
-        label_names=["labels"],
+        label_names=list(data.label_inputs),
         report_to=[],
         disable_tqdm=True,
         **{name: getattr(arguments, name) for name in (*same_names, *adam_names)},
@@ -301,9 +308,9 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
 
 def _train(
     request: TrainRequest,
-    media: MediaModel,
+    task: TaskModel,
     settings: Settings,
-    data: MediaData,
+    data: TaskData,
     model: nn.Module,
     arguments: Arguments,
     checkpoint: str | None,
@@ -317,10 +324,11 @@ def _train(
             callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
         trainer = _make_trainer(
             request,
-            media,
+            task,
             settings,
+            data,
             model=model,
-            args=training_arguments(request, arguments, settings, evaluates=data.evaluation is not None),
+            args=training_arguments(request, arguments, settings, data),
             data_collator=data.collate,
             train_dataset=data.training,
             eval_dataset=data.evaluation,
@@ -353,7 +361,7 @@ def _train(
     on_event(Saved(str(request.output), step))
     end = "finished" if step == arguments.max_steps else EARLY_STOPPING
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
-    return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+    return _record(request, task, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
 
 
 def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
@@ -379,15 +387,43 @@ class ChatTrainer(Trainer):
         return Choice(plan, NO_PLAN), Split(None)
 
 
-def _make_trainer(request: TrainRequest, media: MediaModel, settings: Settings, **arguments: Any) -> Trainer:
-    if media.kind == CHATS:
+class LabelTrainer(Trainer):
+    """``upshift.Trainer`` for a loss that is a mean over labels.
+
+    A model may take the number of labels of a global batch, and not divide by it. The loss would then be as many times too large
+    as there are micro-batches."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = True  # compute_loss takes the number
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs)
+        if num_items_in_batch is None:
+            return result
+        share = (inputs["labels"] != IGNORED).sum() / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            share = share * self.accelerator.num_processes  # the ranks' gradients are averaged
+        return (result[0] * share, result[1]) if return_outputs else result * share
+
+
+def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> Trainer:
+    if task.kind == CHATS:
         return ChatTrainer(**arguments)
-    return Trainer(fixed=settings.fixed, allow=request.allow, trial_seconds=request.trial_seconds, **arguments)
+    planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
+    if data.loss_is_mean_of == "labels":
+        return LabelTrainer(**planned)
+    trainer = Trainer(**planned)
+    trainer.model_accepts_loss_kwargs = False  # the mean of micro-batches is that of their rows
+    return trainer
 
 
 def _record(
     request: TrainRequest,
-    media: MediaModel,
+    task: TaskModel,
     settings: Settings,
     trainer: Any,
     arguments: Arguments,
@@ -416,7 +452,7 @@ def _record(
         details={
             "arguments": arguments.model_dump(),
             "global_batch": request.global_batch,
-            "objective": media.kind,
+            "objective": task.kind,
             "end": "finished" if trainer.state.global_step == arguments.max_steps else EARLY_STOPPING,
             "steps": trainer.state.global_step,
             "total_seconds": seconds,
