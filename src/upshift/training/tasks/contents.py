@@ -23,7 +23,7 @@ class RowImage(NamedTuple):
     place: str
 
     def read(self, *, header_only: bool = False) -> Any:
-        """Return the image in RGB, or None with ``header_only``. Raise RequestError if it cannot be read."""
+        """Return the image in RGB, or with ``header_only`` its width and height. Raise RequestError if it cannot be read."""
         file = self.content if isinstance(self.content, str) else BytesIO(self.content)
         try:
             return read_image_file(file, purpose="training on images", header_only=header_only)

@@ -20,6 +20,7 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
+from upshift.training.tasks.detection import learns_boxes, prepare_detection
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
 from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
@@ -36,6 +37,7 @@ TaskKind = Literal[
     "text-classification",
     "token-classification",
     "question-answering",
+    "object-detection",
 ]
 MEDIA_CLASSIFICATIONS: tuple[TaskKind, ...] = ("image-classification", "audio-classification")
 SORTED_BY_LABEL: tuple[TaskKind, ...] = (*MEDIA_CLASSIFICATIONS, "text-classification")
@@ -67,6 +69,8 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
         return TaskModel("image-classification", model_class)
     if "audio-classification" in names:
         return TaskModel("audio-classification", model_class)
+    if "object-detection" in names and learns_boxes(model_class):
+        return TaskModel("object-detection", model_class)
     classifier = _image_classifier(config)
     if "image-feature-extraction" in names and inputs_of(model_class) == ("image",) and classifier is not None:
         return TaskModel("image-classification", classifier, new_head_on=model_class.__name__)
@@ -157,6 +161,8 @@ def prepare_task(
     if task.kind in MEDIA_CLASSIFICATIONS:
         of_sounds = task.kind == "audio-classification"
         return prepare_classification(source, rows, of_sounds=of_sounds, has_head=has_head, progress=progress)
+    if task.kind == "object-detection":
+        return prepare_detection(source, rows, progress=progress)
     if task.kind == "speech-recognition":
         return prepare_speech(source, rows, writes=task.model_class.can_generate(), progress=progress)
     prepare = PREPARE_TEXTS[task.kind]

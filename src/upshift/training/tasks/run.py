@@ -51,9 +51,10 @@ OWN_FILES = (CHECKPOINTS, RUN_FILE)
 LARGEST_MICRO_BATCH = 8  # rows
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
 CHATS: TaskKind = "image-text-to-text"
-CHAT_PRECISIONS = ("fp32", "bf16")
+UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection")
+UNPLANNED_PRECISIONS = ("fp32", "bf16")
 NO_PLAN = (
-    "chats with images have no plan, so packing, compiled layers and several processes are off; "
+    "this task has no plan, so packing, compiled layers and several processes are off; "
     f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
 )
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
@@ -260,18 +261,16 @@ def read_settings_of(request: TrainRequest, kind: TaskKind) -> Settings:
     text = given.pop(MICRO_BATCH_FIELD, str(largest))
     if not text.isdecimal() or not int(text) or total % int(text):
         raise RequestError(f"--set {MICRO_BATCH_FIELD}={text} does not divide --global-batch {total}; use a divisor of it")
-    if kind != CHATS:
+    if kind not in UNPLANNED:
         return Settings(int(text), "", tuple(f"{name}={value}" for name, value in given.items()))
     precision = given.pop("precision", "fp32")
     other = next((f"--set {name}={value}" for name, value in given.items()), None) or (
         f"--allow {','.join(request.allow)}" if request.allow else None
     )
     if other is not None:
-        raise RequestError(
-            f"{other} is of a plan, and chats with images run without one; set {MICRO_BATCH_FIELD} and precision alone"
-        )
-    if precision not in CHAT_PRECISIONS:
-        raise RequestError(f"--set precision={precision} is not for chats with images; use {' or '.join(CHAT_PRECISIONS)}")
+        raise RequestError(f"{other} is of a plan, and {kind} runs without one; set {MICRO_BATCH_FIELD} and precision alone")
+    if precision not in UNPLANNED_PRECISIONS:
+        raise RequestError(f"--set precision={precision} is not for {kind}; use {' or '.join(UNPLANNED_PRECISIONS)}")
     return Settings(int(text), precision, ())
 
 
@@ -372,10 +371,11 @@ def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) ->
     return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
 
 
-class ChatTrainer(Trainer):
-    """``upshift.Trainer`` for chats with images: the batches and the settings stay as they are.
+class UnplannedTrainer(Trainer):
+    """``upshift.Trainer`` for batches that are not rows of equal entries. They, and the settings, stay as they are.
 
-    The images of a row take a number of entries of their own in the model's inputs, and a plan cuts batches by rows."""
+    The images of a chat take a number of entries of their own in the model's inputs, as do the boxes of an image. A plan cuts
+    batches by rows."""
 
     def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
         plan = plain_plan(
@@ -411,8 +411,11 @@ class LabelTrainer(Trainer):
 
 
 def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> Trainer:
-    if task.kind == CHATS:
-        return ChatTrainer(**arguments)
+    if task.kind in UNPLANNED:
+        trainer: Trainer = UnplannedTrainer(**arguments)
+        if task.kind != CHATS:
+            trainer.model_accepts_loss_kwargs = False
+        return trainer
     planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
     if data.loss_is_mean_of == "labels":
         return LabelTrainer(**planned)
