@@ -192,7 +192,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         source, request.data, eval_data=request.eval_data, tokenizer=request.tokenizer, sequence_length=sequence_length,
         options=request.as_options, progress=watcher.tokenizing,
     )  # fmt: skip
-    check_evaluations(request.arguments, will_evaluate=True, data=data)
+    has_held_out = data.evaluation is not None
+    check_evaluations(request.arguments, will_evaluate=True, origin=data.summary.origin, has_held_out=has_held_out)
     global_batch = request.global_batch * request.rows_together
     check_enough_data(data.training, global_batch, data.objective)
     host = host or _host_for_processes(find_host(None), fixed)
@@ -272,7 +273,6 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
             watcher = _with_trackers(request, watcher, output_lock)
         task = find_task_model(request.source(), request.data, request)
         if task is not None:
-            output_lock.enter_context(claimed(request.output))
             return _train_task(request, task, watcher)
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
@@ -282,7 +282,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
         return record
 
 
-def _train_task(request: TrainRequest, task: TaskModel, watcher: Watcher) -> Record:
+def _train_task(request: TrainRequest, task: TaskModel, watcher: Watcher) -> Record | None:
     from upshift.training.tasks.run import TaskWatcher, run_task  # it imports accelerate, which text does not need
 
     return run_task(request, task, TaskWatcher(watcher.checked, watcher.tokenizing, watcher.event))

@@ -12,18 +12,14 @@ import torch
 import transformers
 from command import Command
 from plain_loop import plain_losses
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from text_models import PIECES, SPECIAL, named, save_text_model
+from transformers import AutoTokenizer
 
 import upshift
 from upshift.errors import RequestError
 
 STEPS = 4
 RATE = 1e-3
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-PIECES = ("an", "##na", "##s", "lives", "in", "rome", "paris", "and", "bob", "who", "where", "is", "good", "bad", ".")
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "dim": 16, "n_layers": 1,
-         "n_heads": 2, "hidden_dim": 16, "max_position_embeddings": 64}  # fmt: skip
 TAGS = ("B-LOC", "B-PER", "O")
 SENTENCES = (  # words of several pieces, and rows of different lengths
     ("anna lives in rome", ("B-PER", "O", "O", "B-LOC")),
@@ -37,30 +33,6 @@ ROMES = {
     "answers": {"text": ["rome"], "answer_start": [CONTEXT.index("rome")]},
 }
 NOWHERE = {"question": "who is good", "context": "bob lives in paris .", "answers": {"text": [], "answer_start": []}}
-
-
-def save_model(folder: Path, name: str, **config: Any) -> Path:
-    """A tiny model of a class, with a tokenizer of word pieces that marks both ends of a text."""
-    vocabulary = {piece: number for number, piece in enumerate((*SPECIAL, *PIECES))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
-    )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
-    inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if name.startswith("Bert") else [])]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **names).save_pretrained(folder)
-    model_class = getattr(transformers, name)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(vocabulary), "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes |= {"dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0, "seq_classif_dropout": 0.0}
-    model_class(model_class.config_class(**{**sizes, **SIZES, **config})).save_pretrained(folder)
-    return folder
-
-
-def named(*names: str) -> dict[str, Any]:
-    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def write_rows(file: Path, *rows: Any) -> Path:
@@ -99,7 +71,7 @@ def word_inputs(folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "DistilBertForTokenClassification"])
 def test_the_first_piece_of_a_word_learns_its_tag(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = save_model(tmp_path / "model", name, **named(*TAGS))
+    folder = save_text_model(tmp_path / "model", name, **named(*TAGS))
     inputs = word_inputs(folder)
     model = transformers.AutoModelForTokenClassification.from_pretrained(folder)
     expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
@@ -135,7 +107,7 @@ def qa_inputs(folder: Path, *, length: int) -> dict[str, Any]:
 
 
 def test_answers_are_found_in_the_rows_of_a_long_context(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "BertForQuestionAnswering")
+    folder = save_text_model(tmp_path / "model", "BertForQuestionAnswering")
     inputs = qa_inputs(folder, length=12)
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(folder)
     expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
@@ -158,7 +130,7 @@ def test_texts_with_labels(kind: str, tmp_path: Path) -> None:
     column, labels, config = LABELLED[kind]
     if labels.ndim == 2:
         config = {**config, "problem_type": "multi_label_classification"}
-    folder = save_model(tmp_path / "model", "DistilBertForSequenceClassification", **config)
+    folder = save_text_model(tmp_path / "model", "DistilBertForSequenceClassification", **config)
     pairs = [("anna lives", "in rome"), ("bob", "and annas ."), ("paris is good", "bad")]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer([first for first, _ in pairs], [second for _, second in pairs], padding=True, return_tensors="pt")
@@ -173,7 +145,7 @@ def test_texts_with_labels(kind: str, tmp_path: Path) -> None:
 
 def test_a_model_of_masked_words_gets_a_head_for_the_tags_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     datasets = pytest.importorskip("datasets")
-    folder = save_model(tmp_path / "model", "BertForMaskedLM")
+    folder = save_text_model(tmp_path / "model", "BertForMaskedLM")
     names = ("O", "B-PER", "B-LOC")
     feature = datasets.List(datasets.ClassLabel(names=list(names)))
     features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": feature})
@@ -188,7 +160,7 @@ def test_a_model_of_masked_words_gets_a_head_for_the_tags_of_a_table(tmp_path: P
 def test_the_objective_chooses_between_texts_and_their_labels(
     tmp_path: Path, upshift: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = save_model(tmp_path / "model", "BertForMaskedLM")
+    folder = save_text_model(tmp_path / "model", "BertForMaskedLM")
     data = write_rows(tmp_path / "rows.jsonl", {"text": "anna is good", "label": "yes"}, {"text": "bob is bad", "label": "no"})
     texts, labels = (
         upshift("data", "show", folder, "--data", data, "--eval-size", 0, *options)
@@ -224,7 +196,7 @@ GOOD_ROWS = {
 
 @pytest.fixture(scope="module")
 def models_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_model(tmp_path_factory.mktemp("model"), name) for name in GOOD_ROWS}
+    return {name: save_text_model(tmp_path_factory.mktemp("model"), name) for name in GOOD_ROWS}
 
 
 @pytest.mark.parametrize(("name", "row", "words"), BAD_ROWS)
