@@ -28,6 +28,7 @@ from upshift.loading.load import load_source
 from upshift.loading.output_lock import claimed
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.build import build_model, name_padding
+from upshift.models.config import padding_of
 from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
@@ -234,9 +235,8 @@ def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, reques
 
 def name_padding_of(model: Any, data: TaskData) -> None:
     """Name the padding token in the config of a classifier of texts, which looks for the end of a text by it."""
-    text_config = model.config.get_text_config()
-    tokenizer = next((part for part in data.preprocessors.parts if hasattr(part, "pad_token_id")), None)
-    if tokenizer is not None and getattr(text_config, "pad_token_id", None) is None:
+    tokenizer = next((part for part in data.preprocessors.parts if hasattr(part, "get_vocab")), None)
+    if tokenizer is not None and padding_of(model.config.get_text_config()) is None:
         name_padding(model.config, tokenizer.pad_token_id)
 
 
