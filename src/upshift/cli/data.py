@@ -34,7 +34,7 @@ from upshift.training.arguments import SEEDS
 if TYPE_CHECKING:
     from upshift.models.source import ModelSource
     from upshift.training.data.data_options import DataOptions
-    from upshift.training.media.prepare import MediaModel
+    from upshift.training.tasks.prepare import TaskModel
 
 app = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
@@ -84,12 +84,12 @@ def show(
     from upshift.models.source import find_model_to_train
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
-    from upshift.training.media.prepare import find_media_model
+    from upshift.training.tasks.prepare import find_task_model
 
     source = find_model_to_train(model, has_reward_head=options.has_reward_head)
-    media = find_media_model(source, data, options)
-    if media is not None:
-        _show_media(source, media, data, options, sequence_length=sequence_length, rows=rows)
+    task = find_task_model(source, data, options)
+    if task is not None:
+        _show_task(source, task, data, options, sequence_length=sequence_length, rows=rows)
         return
     prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
@@ -108,14 +108,14 @@ def show(
     )
 
 
-def _show_media(
-    source: ModelSource, media: MediaModel, data: str, options: DataOptions, *, sequence_length: int | None, rows: int
+def _show_task(
+    source: ModelSource, task: TaskModel, data: str, options: DataOptions, *, sequence_length: int | None, rows: int
 ) -> None:
     """Print the first rows of images or sounds, with what the model learns, and count the rows."""
     from upshift.training.data.show import TextPart
-    from upshift.training.media.prepare import prepare_media
+    from upshift.training.tasks.prepare import prepare_task
 
-    prepared = prepare_media(source, media, data, options, sequence_length=sequence_length)
+    prepared = prepare_task(source, task, data, options, sequence_length=sequence_length)
     for number in range(min(rows, len(prepared.training))):
         tables.dim(f"row {number + 1}")
         parts = [TextPart(text, is_learned) for text, is_learned in prepared.describe(prepared.training[number])]

@@ -376,7 +376,7 @@ SplitOption = Annotated[
 ObjectiveOption = Annotated[
     str | None,
     option(
-        "--objective", text="What the model learns; dpo: to prefer chosen answers to rejected ones; reward: to score answers",
+        "--objective", text="What is learned (dpo: preferences; reward: scores)",
         panel=Panel.TRAINING, metavar="NAME", default="the model's own", choices=get_args(ObjectiveName),
     ),
 ]  # fmt: skip

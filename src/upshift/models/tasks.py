@@ -149,6 +149,7 @@ TASKS = (
         "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
         "AutoImageProcessor",
         "boxes",
+        trained_on="images with boxes",
     ),
     ModelTask(
         "zero-shot-object-detection",

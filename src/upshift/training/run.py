@@ -39,10 +39,10 @@ from upshift.training.job.job import Job, TrainingData, check_evaluations, prepa
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_resumed_data, check_run_file
-from upshift.training.media.prepare import MediaModel, find_media_model
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
+from upshift.training.tasks.prepare import TaskModel, find_task_model
 from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
 
 
@@ -192,7 +192,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         source, request.data, eval_data=request.eval_data, tokenizer=request.tokenizer, sequence_length=sequence_length,
         options=request.as_options, progress=watcher.tokenizing,
     )  # fmt: skip
-    check_evaluations(request.arguments, will_evaluate=True, data=data)
+    has_held_out = data.evaluation is not None
+    check_evaluations(request.arguments, will_evaluate=True, origin=data.summary.origin, has_held_out=has_held_out)
     global_batch = request.global_batch * request.rows_together
     check_enough_data(data.training, global_batch, data.objective)
     host = host or _host_for_processes(find_host(None), fixed)
@@ -271,10 +272,9 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     with ExitStack() as output_lock:  # of several ranks, the first makes the job and holds the lock
         if request.report_to:
             watcher = _with_trackers(request, watcher, output_lock)
-        media = find_media_model(request.source(), request.data, request)
-        if media is not None:
-            output_lock.enter_context(claimed(request.output))
-            return _train_media(request, media, watcher)
+        task = find_task_model(request.source(), request.data, request)
+        if task is not None:
+            return _train_task(request, task, watcher)
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
         job, prepared = _prepare_job(request, watcher, output_lock)
@@ -291,10 +291,10 @@ def _check_output_is_no_input(request: TrainRequest) -> None:
             raise RequestError(f"output directory {request.output} is that of the {what}; give another, which keeps the {what}")
 
 
-def _train_media(request: TrainRequest, media: MediaModel, watcher: Watcher) -> Record:
-    from upshift.training.media.run import MediaWatcher, run_media  # it imports accelerate, which text does not need
+def _train_task(request: TrainRequest, task: TaskModel, watcher: Watcher) -> Record | None:
+    from upshift.training.tasks.run import TaskWatcher, run_task  # it imports accelerate, which text does not need
 
-    return run_media(request, media, MediaWatcher(watcher.checked, watcher.tokenizing, watcher.event))
+    return run_task(request, task, TaskWatcher(watcher.checked, watcher.tokenizing, watcher.event))
 
 
 def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) -> Watcher:

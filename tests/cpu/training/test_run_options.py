@@ -258,7 +258,8 @@ def test_what_needs_held_out_data_is_refused_without(home: Path, tmp_path: Path)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "the quick brown fox"}))
     data = prepare_data(find_model(str(home / "llama")), tmp_path / "one.jsonl", sequence_length=LENGTH)
     job = a_job(home, tmp_path / "run", load_best=True, eval_steps=1).changed(global_batch=1)
-    with pytest.raises(RequestError, match=r"--load-best needs held-out data, and .*one\.jsonl is too little .* add --eval-data"):
+    words = r"--load-best needs held-out data, and none of .*one\.jsonl is held out; add --eval-data"
+    with pytest.raises(RequestError, match=words):
         run_job(job, data)
 
 

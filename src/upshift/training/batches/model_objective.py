@@ -21,7 +21,7 @@ def find_objective(source: ModelSource, *, tokenizer: Any = None, has_rewards: b
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm") and not (has_rewards and kind == "sequence-classification"):
         raise RequestError(
             f"{source.reference!r} trains on {kind}, and text is for causal-lm, masked-lm and seq2seq-lm; give such a model, or "
-            "rows of images with labels to upshift train"
+            "rows with what it learns to upshift train"
         )
     vocab_size = config.get_text_config().vocab_size
     if tokenizer is None:

@@ -19,7 +19,16 @@ TEMPLATE_MARKS = ("{{", "{%")  # of Jinja
 LossOn = Literal["assistant", "assistant-content", "content", "all"]
 LongRows = Literal["cut", "split", "drop"]
 LearnedEnds = Literal["turn", "all", "last", "none"]
-ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo", "reward"]
+ObjectiveName = Literal[
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "dpo",
+    "reward",
+]
 
 
 @dataclass(frozen=True)

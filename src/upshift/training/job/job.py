@@ -88,7 +88,8 @@ def check_job(job: Job, data: TrainingData) -> None:
     if problem is not None:
         raise RequestError(problem)
     will_evaluate = bool(job.arguments.eval_steps or job.evaluate_at_steps or job.evaluate_at_tokens)
-    check_evaluations(job.arguments, will_evaluate=will_evaluate, data=data)
+    has_held_out = data.evaluation is not None
+    check_evaluations(job.arguments, will_evaluate=will_evaluate, origin=data.summary.origin, has_held_out=has_held_out)
     check_neftune(job.plan, job.arguments.neftune_noise_alpha)
     if job.heal:
         check_healing(job.plan)
@@ -124,10 +125,10 @@ def _check_isolation(source: ModelSource, job: Job, data: TrainingData) -> None:
         logger.warning("%s", warning)
 
 
-def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: TrainingData | None = None) -> None:
+def check_evaluations(arguments: Arguments, *, will_evaluate: bool, origin: str = "", has_held_out: bool = True) -> None:
     """Raise RequestError if an argument needs evaluations during the run, and there are none.
 
-    ``data``: None if it is not read yet.
+    ``origin``: the data, once it is read, of which rows are held out, or none.
     """
     argument = arguments.option_for_evaluations()
     if argument is None:
@@ -135,10 +136,8 @@ def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: Traini
     option = f"--{argument.replace('_', '-')}"
     if not will_evaluate:
         raise RequestError(f"{option} needs evaluations during the run, and --eval-steps is 0; add for example --eval-steps 100")
-    if data is not None and data.evaluation is None:
-        raise RequestError(
-            f"{option} needs held-out data, and {data.summary.origin} is too little to hold any out; add --eval-data PATH"
-        )
+    if not has_held_out:
+        raise RequestError(f"{option} needs held-out data, and none of {origin} is held out; add --eval-data PATH")
 
 
 def make_record(job: Job, data: TrainingData, outcome: RunResult) -> Record:

@@ -227,10 +227,15 @@ def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
                 f"{describe_difference(before, now, str(directory))}; resume with the options of that run, or start anew in "
                 "another output directory"
             )
-        raise RequestError(
-            f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
-            "resume with the value of that run, or start anew in another output directory"
-        )
+        raise another_run(directory, name, old, new)
+
+
+def another_run(directory: Path, name: str, old: object, new: object) -> RequestError:
+    """Return the error about a run that resumes with another value than it had."""
+    return RequestError(
+        f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
+        "resume with the value of that run, or start anew in another output directory"
+    )
 
 
 def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object] | None:

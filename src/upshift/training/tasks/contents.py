@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_image_file
-from upshift.training.media.rows import MediaRow
+from upshift.training.tasks.rows import TaskRow
 
 DATA_URL = "data:"
 SHOWN_CHARACTERS = 80
@@ -23,7 +23,7 @@ class RowImage(NamedTuple):
     place: str
 
     def read(self, *, header_only: bool = False) -> Any:
-        """Return the image in RGB, or None with ``header_only``. Raise RequestError if it cannot be read."""
+        """Return the image in RGB, or with ``header_only`` its width and height. Raise RequestError if it cannot be read."""
         file = self.content if isinstance(self.content, str) else BytesIO(self.content)
         try:
             return read_image_file(file, purpose="training on images", header_only=header_only)
@@ -35,13 +35,13 @@ class RowImage(NamedTuple):
             ) from None
 
 
-def image_of(value: Any, row: MediaRow) -> RowImage:
+def image_of(value: Any, row: TaskRow) -> RowImage:
     """Return the image that a value names. Raise RequestError for other values."""
     content = _content_of(value, row, "image")
     return RowImage(content, row.place)
 
 
-def sound_of(value: Any, row: MediaRow, extractor: Any) -> MediaItem:
+def sound_of(value: Any, row: TaskRow, extractor: Any) -> MediaItem:
     """Return the sound that a value names.
 
     Raise RequestError for other values, and for a sound that cannot be read or that is longer than the model reads."""
@@ -55,7 +55,7 @@ def sound_of(value: Any, row: MediaRow, extractor: Any) -> MediaItem:
     return sound
 
 
-def _content_of(value: Any, row: MediaRow, name: str) -> str | bytes:
+def _content_of(value: Any, row: TaskRow, name: str) -> str | bytes:
     if isinstance(value, Mapping):  # as datasets stores a file, or as OpenAI's API takes an image
         value = value.get("bytes") or value.get("path") or value.get("url") or value
     if isinstance(value, bytes):

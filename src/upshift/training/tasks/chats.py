@@ -25,16 +25,16 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import find_format
 from upshift.training.data.rows.token_rows import IGNORED
-from upshift.training.media.contents import RowImage, image_of
-from upshift.training.media.rows import (
+from upshift.training.tasks.contents import RowImage, image_of
+from upshift.training.tasks.rows import (
     IMAGE_COLUMNS,
     IMAGE_PARTS,
     Examples,
-    MediaData,
-    MediaRow,
-    MediaRows,
     Preprocessors,
     Progress,
+    TaskData,
+    TaskRow,
+    TaskRows,
     is_given,
     join_places,
     load_processor,
@@ -99,7 +99,7 @@ class ChatReader:
         self._marks_of_image = {token: written[token] for token in marks}
         return marks
 
-    def read(self, row: MediaRow) -> ChatExample | None:
+    def read(self, row: TaskRow) -> ChatExample | None:
         """Return the example of a row, or None if nothing can be learned of it. Raise RequestError for a row of another form."""
         chat, images = read_image_chat(row, self._options)
         if chat is None or not chat.has_answer:
@@ -189,8 +189,8 @@ def place_labels(ids: Ids, example: ChatExample, marks: frozenset[int]) -> Ids |
 
 
 def prepare_chats(
-    source: ModelSource, rows: MediaRows, options: DataOptions, *, sequence_length: int | None, progress: Progress
-) -> MediaData:
+    source: ModelSource, rows: TaskRows, options: DataOptions, *, sequence_length: int | None, progress: Progress
+) -> TaskData:
     """Return the examples of chats. Raise RequestError with the place of a row that cannot be used."""
     reader = ChatReader(source, options)
     read, held_out = read_splits(rows, reader.read, progress)
@@ -205,7 +205,7 @@ def prepare_chats(
         next((example for example in training if bool(example.images) == has_images), None) for has_images in (True, False)
     ]
     reader.collate([example for example in of_each_kind if example is not None])  # a processor may not take both in one batch
-    return MediaData(
+    return TaskData(
         training=Examples(training),
         evaluation=Examples(evaluation) if evaluation else None,
         collate=reader.collate,
@@ -233,7 +233,7 @@ def _of_length(
     return kept
 
 
-def read_image_chat(row: MediaRow, options: DataOptions) -> tuple[Chat | None, tuple[RowImage, ...]]:
+def read_image_chat(row: TaskRow, options: DataOptions) -> tuple[Chat | None, tuple[RowImage, ...]]:
     """Return the chat of a row, with parts where its images stand, and the images in their order. The chat of an empty row is
     None."""
     fields = {name: value for name, value in row.fields.items() if name not in IMAGE_COLUMNS}
@@ -265,7 +265,7 @@ def read_image_chat(row: MediaRow, options: DataOptions) -> tuple[Chat | None, t
     return replace(chat, messages=[_in_parts(message, row.place) for message in chat.messages]), images
 
 
-def _column_images(row: MediaRow) -> list[Any]:
+def _column_images(row: TaskRow) -> list[Any]:
     """Return the images of the columns ``images`` or ``image``."""
     values = [decode_json(row.fields[name]) for name in IMAGE_COLUMNS if is_given(row.fields.get(name))]
     if len(values) > 1:

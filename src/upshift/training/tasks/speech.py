@@ -13,14 +13,14 @@ from upshift.models.source import ModelSource
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.special_tokens import UnknownTokens
-from upshift.training.media.contents import sound_of
-from upshift.training.media.rows import (
+from upshift.training.tasks.contents import sound_of
+from upshift.training.tasks.rows import (
     Examples,
-    MediaData,
-    MediaRow,
-    MediaRows,
     Preprocessors,
     Progress,
+    TaskData,
+    TaskRow,
+    TaskRows,
     load_processor,
     read_splits,
 )
@@ -47,7 +47,7 @@ class SpeechReader:
         self._window_seconds = getattr(self.extractor, "chunk_length", None)
         self.unknown = UnknownTokens(self.tokenizer)
 
-    def read(self, row: MediaRow) -> SpokenText | None:
+    def read(self, row: TaskRow) -> SpokenText | None:
         """Return the example of a row, or None for a row without text. Raise RequestError for a row that cannot be used."""
         text_name = next((name for name in TEXT_NAMES if name in row.fields), None)
         if text_name is None or "audio" not in row.fields:
@@ -68,7 +68,7 @@ class SpeechReader:
         self._check_length(labels, sound, row)
         return SpokenText(sound, text, labels)
 
-    def _check_length(self, labels: list[int], sound: MediaItem, row: MediaRow) -> None:
+    def _check_length(self, labels: list[int], sound: MediaItem, row: TaskRow) -> None:
         """Raise RequestError if the model cannot write so many tokens, or not for so short a sound."""
         limit = getattr(self._config, "max_target_positions", None)
         if self._writes and limit is not None and len(labels) > limit:
@@ -100,16 +100,17 @@ class SpeechReader:
         return {**self.extractor(sounds, **options), "labels": labels}
 
 
-def prepare_speech(source: ModelSource, rows: MediaRows, *, writes: bool, progress: Progress) -> MediaData:
+def prepare_speech(source: ModelSource, rows: TaskRows, *, writes: bool, progress: Progress) -> TaskData:
     """Return the examples of sounds with texts. ``writes``: the model writes token by token, and has no CTC head."""
     reader = SpeechReader(source, writes=writes)
     training, evaluation = read_splits(rows, reader.read, progress)
     reader.unknown.report()
     reader.collate(training[:1])
-    return MediaData(
+    return TaskData(
         training=Examples(training),
         evaluation=Examples(evaluation) if evaluation else None,
         collate=reader.collate,
         preprocessors=Preprocessors((reader.extractor, reader.tokenizer)),
+        loss_is_mean_of="labels" if writes else "rows",
         describe=lambda example: [(f"{example.sound.content} ", False), (example.text, True)],
     )

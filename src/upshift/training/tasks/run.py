@@ -1,6 +1,6 @@
-"""Run ``upshift train`` on images and sounds: check the request, prepare the rows, train with ``upshift.Trainer``, and save.
+"""Run ``upshift train`` for a task of its own, such as chats with images, or words with tags: check, prepare, train, and save.
 
-The Trainer makes the plan where it can, and says where it keeps the settings as they are.
+``upshift.Trainer`` runs the steps. It makes the plan where it can, and says where it keeps the settings as they are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from upshift.benchmarking.environment import environment
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.load import load_source
+from upshift.loading.output_lock import claimed
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.build import build_model
+from upshift.models.build import build_model, name_padding
+from upshift.models.config import padding_of
 from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
@@ -34,25 +36,31 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.model import read_adapter
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
+from upshift.training.job.job import check_evaluations
+from upshift.training.job.rendezvous import meet
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
-from upshift.training.media.prepare import MediaKind, MediaModel, prepare_media, refuse_given
-from upshift.training.media.progress import RunEvents
-from upshift.training.media.rows import MediaData
+from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, another_run
+from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
+from upshift.training.tasks.progress import RunEvents
+from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0, without_notes
+from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
-CHECKPOINTS = "media-checkpoints"  # in the output folder, as the Trainer writes them
-RUN_FILE = "media_run.json"
+CHECKPOINTS = "trainer-checkpoints"  # in the output folder, as the Trainer writes them
+RUN_FILE = "trainer_run.json"
 OWN_FILES = (CHECKPOINTS, RUN_FILE)
 LARGEST_MICRO_BATCH = 8  # rows
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
-CHATS: MediaKind = "image-text-to-text"
-CHAT_PRECISIONS = ("fp32", "bf16")
+CHATS: TaskKind = "image-text-to-text"
+UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection")
+UNPLANNED_PRECISIONS = ("fp32", "bf16")
 NO_PLAN = (
-    "chats with images have no plan, so packing, compiled layers and several processes are off; "
+    "this run has no plan, so packing and compiled layers are off; "
     f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
 )
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
@@ -60,7 +68,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class MediaWatcher:
+class TaskWatcher:
     """Callbacks that show progress."""
 
     checked: Callable[[], None]
@@ -68,36 +76,97 @@ class MediaWatcher:
     event: OnEvent
 
 
-def run_media(request: TrainRequest, media: MediaModel, watcher: MediaWatcher) -> Record:
-    """Train, save the model with its processor into the output folder, and return the Record. The caller locks the folder."""
-    check_request(request, media.kind)
-    settings = read_settings_of(request, media.kind)
+def run_task(request: TrainRequest, task: TaskModel, watcher: TaskWatcher) -> Record | None:
+    """Train, save the model with its processor into the output folder, and return the Record.
+
+    Each rank of a launcher calls this function, and rank 0 returns the Record."""
+    ranks = read_ranks()
+    if ranks is None or ranks.size == 1:
+        with claimed(request.output):
+            return _train(request, task, _prepare(request, task, watcher, num_processes=1), watcher.event)
+    store = meet(ranks)
+    if ranks.rank == 0:
+        with claimed(request.output):
+            with telling_others(store):
+                prepared = _prepare(request, task, watcher, num_processes=ranks.size)
+            with joined(ranks, store):
+                return _train(request, task, prepared, watcher.event)
+    wait_for_rank_0(store)
+    with without_notes():  # rank 0 has said them
+        prepared = _prepare(request, task, None, num_processes=ranks.size)
+    with joined(ranks, store):
+        _train(request, task, prepared, lambda event: None, leads=False)
+    return None
+
+
+def _named_difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Return the name of what differs in two runs, and both values: of a group of fields, the first field that differs."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return name, old, new
+    field = next(field for field in (*new, *old) if old.get(field) != new.get(field))
+    return field, old.get(field), new.get(field)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold what the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
+
+    micro_batch: int
+    accumulation: int
+    num_processes: int
+    precision: str
+    fixed: tuple[str, ...]
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether ranks share the rows of a step."""
+        return self.num_processes > 1
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedTask:
+    """Hold what a run needs before its first step."""
+
+    settings: Settings
+    data: TaskData
+    model: nn.Module
+    arguments: Arguments
+    checkpoint: str | None  # from which the run resumes
+
+
+def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None, *, num_processes: int) -> PreparedTask:
+    """Check the request, and read the data and the model. ``watcher``: None on a rank that only follows rank 0."""
+    check_request(request, task.kind)
+    settings = read_settings_of(request, task.kind, num_processes)
     source = request.source()
     output = request.output
-    check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
+    if watcher is not None:
+        check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
     identity = _identity(request, source)
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
-    watcher.checked()
+    if watcher is not None:
+        watcher.checked()
     _check_weights(source, from_config=request.from_config)
-    data = prepare_media(
+    data = prepare_task(
         source,
-        media,
+        task,
         request.data,
         request.as_options,
         eval_data=request.eval_data,
         sequence_length=request.sequence_length,
-        progress=watcher.reading,
+        progress=(lambda done, total: None) if watcher is None else watcher.reading,
     )
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps)
-    check_arguments(arguments, data)
-    model = load_media_model(source, media, data, request)
-    (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
-    return _train(request, media, settings, data, model, arguments, checkpoint, watcher.event)
+    check_arguments(arguments, data, request.data)
+    model = load_task_model(source, task, data, request)
+    if watcher is not None:
+        (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
+    return PreparedTask(settings, data, model, arguments, checkpoint)
 
 
-def check_request(request: TrainRequest, kind: MediaKind) -> None:
-    """Raise RequestError with the first option that training on images and sounds does not take."""
+def check_request(request: TrainRequest, kind: TaskKind) -> None:
+    """Raise RequestError with the first option that such a training does not take."""
     given = {
         "--plan": request.plan_file,
         "--heal": request.heal,
@@ -108,18 +177,17 @@ def check_request(request: TrainRequest, kind: MediaKind) -> None:
     }
     refuse_given(given, kind)
     num_processes = next((text.partition("=")[2] for text in request.fixed if text.startswith("num_processes=")), "1")
-    if read_ranks() is not None or num_processes != "1":
-        raise RequestError(f"training on images and sounds ({kind}) runs in one process; leave --nproc and launchers out")
-
-
-def check_arguments(arguments: Arguments, data: MediaData) -> None:
-    """Raise RequestError for evaluations that cannot take place, and for checkpoints that miss the best of them."""
-    option = arguments.option_for_evaluations()
-    if option is not None and (not arguments.eval_steps or data.evaluation is None):
+    if num_processes != "1":
         raise RequestError(
-            f"--{option.replace('_', '-')} needs evaluations during the run; add --eval-steps, such as 100, and --eval-data if "
-            "no rows are held out"
+            f"training for {kind} starts no processes; leave --nproc out, and start it with torchrun --nproc-per-node "
+            f"{num_processes} -m upshift train"
         )
+
+
+def check_arguments(arguments: Arguments, data: TaskData, origin: str) -> None:
+    """Raise RequestError for evaluations that cannot take place, and for checkpoints that miss the best of them."""
+    will_evaluate = arguments.eval_steps > 0
+    check_evaluations(arguments, will_evaluate=will_evaluate, origin=origin, has_held_out=data.evaluation is not None)
     if arguments.load_best and arguments.save_steps and arguments.save_steps % arguments.eval_steps:
         raise RequestError(
             f"--load-best needs a checkpoint at evaluations alone, and --save-steps {arguments.save_steps} is no multiple of "
@@ -136,28 +204,26 @@ def _check_weights(source: ModelSource, *, from_config: bool) -> None:
         fetch_weights(source)
 
 
-def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, request: TrainRequest) -> nn.Module:
+def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, request: TrainRequest) -> nn.Module:
     """Return the model in training mode, with a new head for new labels and with the adapter."""
     torch.manual_seed(request.arguments.seed)
     stored = source_of_files(source)
-    labels = data.label_names
-    if labels and source.adapter is not None:
+    head = data.new_head
+    if head is not None and source.adapter is not None:
         raise RequestError(
             f"the labels of {request.data} need a new head, which an adapter does not hold; train the whole model, or give a "
-            "classifier with these labels"
+            "model with such a head"
         )
-    if labels:
-        by_number = {str(number): name for number, name in enumerate(labels)}
-        by_name = {name: number for number, name in enumerate(labels)}
-        changed = {"architectures": [media.model_class.__name__], "id2label": by_number, "label2id": by_name}
-        stored = stored.changed(config=stored.config | changed)
+    if head is not None:
+        stored = stored.changed(config=stored.config | head.changes_of(task.model_class.__name__))
     dtype = getattr(torch, source.base_dtype) if source.adapter is not None else torch.float32
     if request.from_config:
-        model: Any = build_model(stored.hf_config, media.model_class, dtype=dtype)
-    elif labels:
-        model = _with_new_head(stored, media, dtype)
+        model: Any = build_model(stored.hf_config, task.model_class, dtype=dtype)
+    elif head is not None:
+        model = _with_new_head(stored, task, dtype)
     else:
-        model = load_source(stored, dtype=dtype, model_class=media.model_class)
+        model = load_source(stored, dtype=dtype, model_class=task.model_class)
+    name_padding_of(model, data)
     if source.adapter is None:
         return model.train()  # type: ignore[no-any-return]
     complete = complete_model(model, _adapter_beside_images(source, model))
@@ -167,9 +233,16 @@ def load_media_model(source: ModelSource, media: MediaModel, data: MediaData, re
     return complete
 
 
-def _with_new_head(stored: ModelSource, media: MediaModel, dtype: torch.dtype) -> Any:
+def name_padding_of(model: Any, data: TaskData) -> None:
+    """Name the padding token in the config of a classifier of texts, which looks for the end of a text by it."""
+    tokenizer = next((part for part in data.preprocessors.parts if hasattr(part, "get_vocab")), None)
+    if tokenizer is not None and padding_of(model.config.get_text_config()) is None:
+        name_padding(model.config, tokenizer.pad_token_id)
+
+
+def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> Any:
     """Return the classifier with the weights of the files below a new head, whose weights are random."""
-    loader: Any = media.model_class
+    loader: Any = task.model_class
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the head that is new
     try:
@@ -215,7 +288,7 @@ def _identity(request: TrainRequest, source: ModelSource) -> dict[str, Any]:
         "eval_data": request.eval_data,
         "global_batch": request.global_batch,
         "data_options": request.as_options.model_dump(mode="json"),
-        "arguments": request.arguments.model_dump(mode="json", exclude={"logging_steps", "save_steps", "save_total_limit"}),
+        "arguments": request.arguments.model_dump(mode="json", exclude=set(CHANGEABLE_ARGUMENTS)),
     }
 
 
@@ -228,47 +301,44 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
     earlier = json.loads((output / RUN_FILE).read_text(encoding="utf-8"))
     for name, value in identity.items():
         if earlier.get(name) != value:
-            raise RequestError(
-                f"the run in {output} has another {name.replace('_', ' ')} ({json.dumps(earlier.get(name))[:80]}); resume with "
-                "the same, or start anew in another output directory"
-            )
+            raise another_run(output, *_named_difference(name, earlier.get(name), value))
     return checkpoint
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Hold what the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
-
-    micro_batch: int
-    precision: str
-    fixed: tuple[str, ...]
-
-
-def read_settings_of(request: TrainRequest, kind: MediaKind) -> Settings:
+def read_settings_of(request: TrainRequest, kind: TaskKind, num_processes: int) -> Settings:
     """Return what --set fixes. Raise RequestError for a field of a plan where there is none, and for a wrong value."""
     given = dict(text.split("=", 1) for text in request.fixed if "=" in text)
     given.pop("num_processes", None)
-    total = request.global_batch
+    total, left = divmod(request.global_batch, num_processes)
+    if left or not total:
+        raise RequestError(
+            f"--global-batch {request.global_batch} cannot be divided among {num_processes} ranks; give a multiple of their "
+            "number"
+        )
     largest = max(size for size in range(1, min(total, LARGEST_MICRO_BATCH) + 1) if total % size == 0)
     text = given.pop(MICRO_BATCH_FIELD, str(largest))
     if not text.isdecimal() or not int(text) or total % int(text):
-        raise RequestError(f"--set {MICRO_BATCH_FIELD}={text} does not divide --global-batch {total}; use a divisor of it")
-    if kind != CHATS:
-        return Settings(int(text), "", tuple(f"{name}={value}" for name, value in given.items()))
+        raise RequestError(
+            f"--set {MICRO_BATCH_FIELD}={text} does not divide the {total} rows of a rank's step; use a divisor of them"
+        )
+    counts = int(text), total // int(text), num_processes
+    if kind not in UNPLANNED and num_processes == 1:
+        return Settings(*counts, "", tuple(f"{name}={value}" for name, value in given.items()))
     precision = given.pop("precision", "fp32")
     other = next((f"--set {name}={value}" for name, value in given.items()), None) or (
         f"--allow {','.join(request.allow)}" if request.allow else None
     )
     if other is not None:
+        where = " on several ranks" if num_processes > 1 else ""
         raise RequestError(
-            f"{other} is of a plan, and chats with images run without one; set {MICRO_BATCH_FIELD} and precision alone"
+            f"{other} is of a plan, and {kind} runs without one{where}; set {MICRO_BATCH_FIELD} and precision alone"
         )
-    if precision not in CHAT_PRECISIONS:
-        raise RequestError(f"--set precision={precision} is not for chats with images; use {' or '.join(CHAT_PRECISIONS)}")
-    return Settings(int(text), precision, ())
+    if precision not in UNPLANNED_PRECISIONS:
+        raise RequestError(f"--set precision={precision} is not for {kind}; use {' or '.join(UNPLANNED_PRECISIONS)}")
+    return Settings(*counts, precision, ())
 
 
-def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, *, evaluates: bool) -> TrainingArguments:
+def training_arguments(request: TrainRequest, arguments: Arguments, settings: Settings, data: TaskData) -> TrainingArguments:
     """Return transformers' arguments for the run."""
     save_steps = arguments.save_steps or (arguments.eval_steps if arguments.load_best else 0)
     same_names = ("max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "save_total_limit")
@@ -277,13 +347,13 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         output_dir=str(request.output / CHECKPOINTS),
         per_device_train_batch_size=settings.micro_batch,
         per_device_eval_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=request.global_batch // settings.micro_batch,
+        gradient_accumulation_steps=settings.accumulation,
         dataloader_pin_memory=torch.cuda.is_available(),
         bf16=settings.precision == "bf16",
         warmup_steps=arguments.num_warmup_steps,
         logging_steps=1,
         logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluates and arguments.eval_steps else "no",
+        eval_strategy="steps" if data.evaluation is not None and arguments.eval_steps else "no",
         eval_steps=arguments.eval_steps or None,
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
@@ -292,7 +362,7 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         greater_is_better=False,
         prediction_loss_only=True,
         remove_unused_columns=False,
-        label_names=["labels"],
+        label_names=list(data.label_inputs),
         report_to=[],
         disable_tqdm=True,
         **{name: getattr(arguments, name) for name in (*same_names, *adam_names)},
@@ -300,27 +370,23 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
 
 
 def _train(
-    request: TrainRequest,
-    media: MediaModel,
-    settings: Settings,
-    data: MediaData,
-    model: nn.Module,
-    arguments: Arguments,
-    checkpoint: str | None,
-    on_event: OnEvent,
-) -> Record:
+    request: TrainRequest, task: TaskModel, prepared: PreparedTask, on_event: OnEvent, *, leads: bool = True
+) -> Record | None:
+    """Train and save. ``leads``: False on all ranks but the first, which alone saves and returns the Record."""
+    data, model, arguments, checkpoint = prepared.data, prepared.model, prepared.arguments, prepared.checkpoint
     start = time.perf_counter()
-    with StopRequest() as stop:
+    with StopRequest(notice=leads) as stop:
         events = RunEvents(on_event, stop, global_batch=request.global_batch, logging_steps=arguments.logging_steps)
         callbacks: list[Any] = [events]
         if arguments.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
         trainer = _make_trainer(
             request,
-            media,
-            settings,
+            task,
+            prepared.settings,
+            data,
             model=model,
-            args=training_arguments(request, arguments, settings, evaluates=data.evaluation is not None),
+            args=training_arguments(request, arguments, prepared.settings, data),
             data_collator=data.collate,
             train_dataset=data.training,
             eval_dataset=data.evaluation,
@@ -339,7 +405,7 @@ def _train(
         )
         trainer.train(resume_from_checkpoint=checkpoint)
         step = trainer.state.global_step
-        if stop.requested and step < arguments.max_steps:
+        if events.is_stopped and step < arguments.max_steps:
             raise Interrupted(
                 f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
                 "with --resume"
@@ -347,13 +413,15 @@ def _train(
         evaluation_loss = _held_out_loss(trainer, events, arguments) if data.evaluation is not None else None
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
         raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
+    if not leads:
+        return None
     save_model(request.output, model, data.preprocessors)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))
     end = "finished" if step == arguments.max_steps else EARLY_STOPPING
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
-    return _record(request, media, settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+    return _record(request, task, prepared.settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
 
 
 def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
@@ -364,10 +432,11 @@ def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) ->
     return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
 
 
-class ChatTrainer(Trainer):
-    """``upshift.Trainer`` for chats with images: the batches and the settings stay as they are.
+class UnplannedTrainer(Trainer):
+    """``upshift.Trainer`` for batches that are not rows of equal entries. They, and the settings, stay as they are.
 
-    The images of a row take a number of entries of their own in the model's inputs, and a plan cuts batches by rows."""
+    The images of a chat take a number of entries of their own in the model's inputs, as do the boxes of an image. A plan cuts
+    batches by rows."""
 
     def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
         plan = plain_plan(
@@ -375,19 +444,58 @@ class ChatTrainer(Trainer):
             device=torch.device(self.args.device).type,
             batch=self._train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
+            num_processes=self.args.world_size,
         )
         return Choice(plan, NO_PLAN), Split(None)
 
 
-def _make_trainer(request: TrainRequest, media: MediaModel, settings: Settings, **arguments: Any) -> Trainer:
-    if media.kind == CHATS:
-        return ChatTrainer(**arguments)
-    return Trainer(fixed=settings.fixed, allow=request.allow, trial_seconds=request.trial_seconds, **arguments)
+class LabelTrainer(Trainer):
+    """``upshift.Trainer`` for a loss that is a mean over labels.
+
+    A model may take the number of labels of a global batch, and not divide by it. The loss would then be as many times too large
+    as there are micro-batches."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = True  # compute_loss takes the number
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs)
+        if num_items_in_batch is None:
+            return result
+        share = (inputs["labels"] != IGNORED).sum() / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            share = share * self.accelerator.num_processes  # the ranks' gradients are averaged
+        return (result[0] * share, result[1]) if return_outputs else result * share
+
+
+class UnplannedLabelTrainer(UnplannedTrainer, LabelTrainer):
+    """The trainer of several ranks for a loss that is a mean over labels."""
+
+
+def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> Trainer:
+    has_labels = data.loss_is_mean_of == "labels" and task.kind not in UNPLANNED
+    if settings.is_parallel or task.kind in UNPLANNED:
+        trainer: Trainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
+    else:
+        planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
+        trainer = LabelTrainer(**planned) if has_labels else Trainer(**planned)
+    if data.loss_is_mean_of == "rows":
+        trainer.model_accepts_loss_kwargs = False  # the mean of micro-batches is that of their rows
+    if trainer.args.world_size != settings.num_processes:
+        raise RequestError(
+            f"accelerate finds {trainer.args.world_size} of {settings.num_processes} ranks; start them with torchrun, which sets "
+            "RANK, WORLD_SIZE and LOCAL_RANK"
+        )
+    return trainer
 
 
 def _record(
     request: TrainRequest,
-    media: MediaModel,
+    task: TaskModel,
     settings: Settings,
     trainer: Any,
     arguments: Arguments,
@@ -416,7 +524,7 @@ def _record(
         details={
             "arguments": arguments.model_dump(),
             "global_batch": request.global_batch,
-            "objective": media.kind,
+            "objective": task.kind,
             "end": "finished" if trainer.state.global_step == arguments.max_steps else EARLY_STOPPING,
             "steps": trainer.state.global_step,
             "total_seconds": seconds,

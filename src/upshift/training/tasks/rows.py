@@ -1,4 +1,4 @@
-"""Read the rows of data with images and sounds: tables, saved data sets, and folders of images with a folder for each label.
+"""Read the rows of a task's data: tables, saved data sets, and folders of images or sounds with a folder for each label.
 
 The rows, and the examples that are made of them, are in memory. They name their images and sounds, which are read when a batch
 needs them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -35,6 +35,7 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
 from upshift.training.data.tokens import num_held_out
+from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
@@ -42,7 +43,7 @@ IMAGE_COLUMNS = ("images", "image")
 IMAGE_PARTS = ("image", "image_url")  # types of a content's parts
 
 
-class MediaRow(NamedTuple):
+class TaskRow(NamedTuple):
     """A row, its place for messages, and the folder in which its paths begin."""
 
     place: str
@@ -50,25 +51,30 @@ class MediaRow(NamedTuple):
     folder: Path
 
 
-class MediaRows(NamedTuple):
+class TaskRows(NamedTuple):
     """The rows of a run. ``evaluation`` is empty if none are held out."""
 
-    training: list[MediaRow]
-    evaluation: list[MediaRow]
+    training: list[TaskRow]
+    evaluation: list[TaskRow]
     origin: str
+    class_names: ClassNames
+
+    def values(self, column: str) -> list[Any]:
+        """Return the values that the rows of both splits have in a column."""
+        return [row.fields[column] for row in (*self.training, *self.evaluation) if column in row.fields]
 
 
-def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = None, are_sorted: bool = False) -> MediaRows:
+def read_task_rows(data: str, options: DataOptions, *, eval_data: str | None = None, are_sorted: bool = False) -> TaskRows:
     """Return the rows to train and to evaluate on. Raise RequestError for data without rows, and for data of another form.
 
     ``are_sorted``: the rows may be sorted by what is learned, so that those held out are spread over them, and not the last."""
-    training, evaluation = _read_splits(data, options)
-    rows = list(training)
+    splits = _read_splits(data, options)
+    rows = list(splits.training)
     if not rows:
         raise RequestError(f"{data} holds no rows; give at least one")
-    held_out = list(evaluation)
+    held_out = list(splits.evaluation)
     if eval_data is not None:
-        held_out = list(_read_splits(eval_data, options.changed(split=None), is_evaluation=True)[0])
+        held_out = list(_read_splits(eval_data, options.changed(split=None), is_evaluation=True).training)
         if not held_out:
             raise RequestError(f"--eval-data {eval_data} holds no rows; give at least one")
     if held_out and options.eval_size is not None:
@@ -77,25 +83,27 @@ def read_media_rows(data: str, options: DataOptions, *, eval_data: str | None = 
             "--eval-size out"
         )
     if held_out:
-        return MediaRows(rows, held_out, data)
+        return TaskRows(rows, held_out, data, splits.class_names)
     number = num_held_out(len(rows), options.eval_size)
-    if not are_sorted:
-        return MediaRows(rows[: len(rows) - number], rows[len(rows) - number :], data)
-    return _hold_out_evenly(rows, number, data)
+    if are_sorted:
+        rows, held_out = _hold_out_evenly(rows, number)
+    else:
+        rows, held_out = rows[: len(rows) - number], rows[len(rows) - number :]
+    return TaskRows(rows, held_out, data, splits.class_names)
 
 
-def _hold_out_evenly(rows: list[MediaRow], number: int, origin: str) -> MediaRows:
+def _hold_out_evenly(rows: list[TaskRow], number: int) -> tuple[list[TaskRow], list[TaskRow]]:
     chosen = set(np.linspace(0, len(rows) - 1, num=number + 2).astype(int)[1:-1].tolist())
-    held_out = [row for number, row in enumerate(rows) if number in chosen]
-    return MediaRows([row for number, row in enumerate(rows) if number not in chosen], held_out, origin)
+    kept = [row for number, row in enumerate(rows) if number not in chosen]
+    return kept, [row for number, row in enumerate(rows) if number in chosen]
 
 
-def first_row(data: str, options: DataOptions) -> MediaRow | None:
+def first_row(data: str, options: DataOptions) -> TaskRow | None:
     """Return the first row of the training, or None if there is none. Raise RequestError for data of another form."""
-    return next(iter(_read_splits(data, options)[0]), None)
+    return next(_read_splits(data, options).training, None)
 
 
-def has_images(row: MediaRow) -> bool:
+def has_images(row: TaskRow) -> bool:
     """Return whether a row has images in a column, or in the parts of its messages."""
     if any(is_given(row.fields.get(name)) for name in IMAGE_COLUMNS):
         return True
@@ -118,48 +126,55 @@ def _list_of(value: Any) -> list[Any]:
     return decoded if isinstance(decoded, list) else []
 
 
-def _read_splits(
-    data: str, options: DataOptions, *, is_evaluation: bool = False
-) -> tuple[Iterator[MediaRow], Iterator[MediaRow]]:
-    """Return the rows of the split to read, and those of the split for validation."""
+class _Splits(NamedTuple):
+    """The rows of the split to read, and those of the split for validation."""
+
+    training: Iterator[TaskRow]
+    evaluation: Iterator[TaskRow]
+    class_names: ClassNames
+
+
+def _read_splits(data: str, options: DataOptions, *, is_evaluation: bool = False) -> _Splits:
     described = read_description(data)
     if described is not None:
-        raise RequestError(f"{described.origin} lists data sets, and rows with images or sounds are read from one path; give it")
+        raise RequestError(f"{described.origin} lists data sets, and the rows of this task are read from one path; give it")
     path = existing_path(data)
     rows = None if options.split is None or is_evaluation else read_split(options.split)
     wanted = None if rows is None else rows.split
     if is_saved_dataset(path):
         split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
-        return _select(lambda: _saved_rows(split, path), rows), iter(()) if evaluation is None else _saved_rows(evaluation, path)
+        held_out = iter(()) if evaluation is None else _saved_rows(evaluation, path)
+        return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, class_names_of_saved(split.folder))
     folder = _labelled_folder(path, wanted, is_evaluation=is_evaluation)
     if folder is not None:
-        training, held_out = folder
-        return _select(lambda: iter(training), rows), iter(held_out)
+        of_folder = folder[0]
+        return _Splits(_select(lambda: iter(of_folder), rows), iter(folder[1]), {})
     files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted)
     if files.kind == "text":
         raise RequestError(
-            f"{path} is plain text, and this model is trained on rows with images or sounds; give a table (JSON, CSV, Parquet, "
-            "Arrow), or a folder with a folder for each label"
+            f"{path} is plain text, and this model is trained on the rows of a table; give JSON, CSV, Parquet or Arrow, or, for "
+            "images and sounds, a folder with a folder for each label"
         )
-    return _select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files)
+    names = class_names_of_file(files.training[0], files.kind)
+    return _Splits(_select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files), names)
 
 
-def _select(read: Any, rows: RowSlice | None) -> Iterator[MediaRow]:
+def _select(read: Any, rows: RowSlice | None) -> Iterator[TaskRow]:
     return read() if rows is None or rows.is_whole else rows.select(read)
 
 
-def _table_rows(paths: tuple[Path, ...], files: DataFiles) -> Iterator[MediaRow]:
+def _table_rows(paths: tuple[Path, ...], files: DataFiles) -> Iterator[TaskRow]:
     for path in paths:
         for place, fields in rows_of_files((path,), files.kind, lambda schema, origin: list(schema.names)):
-            yield MediaRow(place, fields, path.parent)
+            yield TaskRow(place, fields, path.parent)
 
 
-def _saved_rows(split: SavedSplit, path: Path) -> Iterator[MediaRow]:
+def _saved_rows(split: SavedSplit, path: Path) -> Iterator[TaskRow]:
     for place, fields in split.rows():
-        yield MediaRow(place, fields, path)
+        yield TaskRow(place, fields, path)
 
 
-def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[MediaRow], list[MediaRow]] | None:
+def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[TaskRow], list[TaskRow]] | None:
     """Return the rows of a folder of images or sounds, with the names of their folders as labels, or None for another path."""
     if not path.is_dir():
         return None
@@ -178,13 +193,13 @@ def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> 
     return [_labelled(file, path) for file in splits[split]], [_labelled(file, path) for file in evaluation]
 
 
-def _labelled(file: Path, path: Path) -> MediaRow:
+def _labelled(file: Path, path: Path) -> TaskRow:
     """Return the row of an image or a sound. Raise RequestError if it is in no folder of a label."""
     folders = file.relative_to(path).parts[:-1]
     words = (word for words in SPLIT_WORDS.values() for word in words)
     if not folders or (len(folders) == 1 and folders[0] in words):
         raise RequestError(f"{file} is in no folder of a label; make a folder for each label, such as {path.name}/cat/1.png")
-    return MediaRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
+    return TaskRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
 
 
 def _is_hidden(file: Path) -> bool:
@@ -204,6 +219,22 @@ class Examples(Dataset[Any]):
         return self._members[index]
 
 
+class NewHead(NamedTuple):
+    """A head with random weights in place of that of the model's files."""
+
+    labels: tuple[str, ...]
+    problem_type: str | None = None  # as the configs of transformers name it; None: the model's own
+
+    def changes_of(self, model_class: str) -> dict[str, Any]:
+        """Return what the config of the model gets."""
+        changes: dict[str, Any] = {
+            "architectures": [model_class],
+            "id2label": {str(number): name for number, name in enumerate(self.labels)},
+            "label2id": {name: number for number, name in enumerate(self.labels)},
+        }
+        return changes if self.problem_type is None else {**changes, "problem_type": self.problem_type}
+
+
 class Preprocessors(NamedTuple):
     """The processors of a model, which are saved beside it."""
 
@@ -220,7 +251,7 @@ class Preprocessors(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaData:
+class TaskData:
     """The examples of a run, and what makes batches of them."""
 
     training: Examples
@@ -228,7 +259,9 @@ class MediaData:
     collate: Collate
     preprocessors: Preprocessors
     describe: Callable[[Any], list[tuple[str, bool]]]  # the parts of an example, and whether each is learned
-    label_names: tuple[str, ...] = ()  # of a classifier
+    new_head: NewHead | None = None  # None: the head of the model's files stays
+    label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
+    loss_is_mean_of: Literal["labels", "rows"] = "labels"
 
 
 def load_processor(source: ModelSource, auto_class: str) -> Any:
@@ -249,7 +282,7 @@ def join_places(places: Sequence[str]) -> str:
     return places[0] if len(places) == 1 else f"one of {', '.join(places[:8])}"
 
 
-def read_splits(rows: MediaRows, read: Callable[[MediaRow], Any | None], progress: Progress) -> tuple[list[Any], list[Any]]:
+def read_splits(rows: TaskRows, read: Callable[[TaskRow], Any | None], progress: Progress) -> tuple[list[Any], list[Any]]:
     """Return the examples that ``read`` makes of the rows of both splits. Tell the user of how many it makes none."""
     total = len(rows.training) + len(rows.evaluation)
     splits: tuple[list[Any], list[Any]] = ([], [])

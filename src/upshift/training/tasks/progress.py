@@ -12,6 +12,7 @@ from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import JobFailed
 from upshift.training.loop.events import Evaluated, OnEvent, StepDone
 from upshift.training.loop.signals import StopRequest
+from upshift.training.tasks.ranks import any_rank
 
 RECENT_STEPS = 10
 
@@ -26,6 +27,7 @@ class RunEvents(TrainerCallback):
         self._global_batch = global_batch
         self._logging_steps = logging_steps
         self._step_start = 0.0
+        self.is_stopped = False  # because the user asked, on any rank
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -36,7 +38,8 @@ class RunEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.seconds.append(time.perf_counter() - self._step_start)
-        if self._stop.requested:
+        if any_rank(self._stop.requested, args.device):
+            self.is_stopped = True
             control.should_save = True
             control.should_training_stop = True
 

@@ -1,0 +1,189 @@
+"""Make batches of questions and contexts, and of where their answers stand, as transformers' run_qa.py does.
+
+A long context becomes several rows that overlap. A row without the answer learns the place of the first special token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from upshift.errors import RequestError
+from upshift.models.source import ModelSource
+from upshift.training.data.chat_rows import decode_json
+from upshift.training.data.data_files import say_once
+from upshift.training.data.data_options import DataOptions
+from upshift.training.data.row_formats import list_columns
+from upshift.training.tasks.rows import Examples, NewHead, Preprocessors, Progress, TaskData, TaskRow, TaskRows, read_splits
+from upshift.training.tasks.texts import TextExample, TextReader, text_of
+
+COLUMNS = ("question", "context", "answers")
+DEFAULT_LENGTH = 384  # tokens of a row, as in run_qa.py
+STRIDE = 128  # tokens that two rows of a context have in common
+ENDS = ("start_positions", "end_positions")  # inputs of the model
+
+
+class Answer(NamedTuple):
+    """The text of an answer, and the first character of it in the context."""
+
+    text: str
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+
+def has_questions(names: Collection[str]) -> bool:
+    """Return whether rows have questions with contexts and answers."""
+    return all(name in names for name in COLUMNS)
+
+
+def prepare_question_answering(
+    source: ModelSource, rows: TaskRows, options: DataOptions, *, has_head: bool, sequence_length: int | None, progress: Progress
+) -> TaskData:
+    """Return the examples of questions. ``has_head``: the model's files have a head for the ends of an answer."""
+    text_reader = TextReader(source, options, sequence_length)
+    text_reader.need_fast("question answering")
+    reader = QuestionReader(text_reader, text_reader.length if sequence_length else min(text_reader.length, DEFAULT_LENGTH))
+    say_once(
+        f"{rows.origin}: question answering, the places of 'answers' in 'context' ({reader.length} tokens a row, {reader.stride} "
+        "of which two rows of a context have in common)"
+    )
+    split_rows = read_splits(rows, reader.read, progress)
+    training, evaluation = ([example for examples in split for example in examples] for split in split_rows)
+    new_head = None
+    if not has_head:
+        say_once(f"{source.base_reference} gets a new head for the start and the end of an answer, whose weights are random")
+        new_head = NewHead(("LABEL_0", "LABEL_1"))
+    return TaskData(
+        training=Examples(training),
+        evaluation=Examples(evaluation) if evaluation else None,
+        collate=reader.collate,
+        preprocessors=Preprocessors((text_reader.tokenizer,)),
+        describe=reader.describe,
+        new_head=new_head,
+        label_inputs=ENDS,
+        loss_is_mean_of="rows",
+    )
+
+
+class QuestionReader:
+    """Reads rows of questions, and makes batches of them."""
+
+    def __init__(self, reader: TextReader, length: int) -> None:
+        self._reader = reader
+        self._tokenizer = reader.tokenizer
+        self._question_is_first = self._tokenizer.padding_side == "right"
+        self.length = length
+        self.stride = min(STRIDE, length // 3)
+        self.width = 0  # of the longest row; all are as wide, because the loss is over all places, padding too
+
+    def read(self, row: TaskRow) -> list[TextExample] | None:
+        """Return the examples of a row, or None for an empty one. Raise RequestError for one that cannot be used."""
+        missing = next((name for name in COLUMNS if name not in row.fields), None)
+        if missing is not None:
+            raise RequestError(
+                f"{row.place} has no column {missing!r}; {list_columns(row.fields)}; question answering learns question, context "
+                "and answers"
+            )
+        question, context = (text_of(row.fields[name], name, row.place) for name in COLUMNS[:2])
+        if question is None or context is None:
+            return None
+        answer = _first_answer(row, context)
+        question = question.lstrip()
+        self._check_question(question, row)
+        encodings = self._tokenizer(
+            *((question, context) if self._question_is_first else (context, question)),
+            truncation="only_second" if self._question_is_first else "only_first",
+            max_length=self.length,
+            stride=self.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        self.width = max(self.width, *map(len, encodings["input_ids"]))
+        return [self._example(encodings, number, answer) for number in range(len(encodings["input_ids"]))]
+
+    def _check_question(self, question: str, row: TaskRow) -> None:
+        """Raise RequestError for a question that leaves no room for its context."""
+        number = len(self._tokenizer(question, add_special_tokens=False)["input_ids"])
+        room = self.length - number - self._tokenizer.num_special_tokens_to_add(pair=True)
+        if room <= self.stride:
+            raise RequestError(
+                f"{row.place} has a question of {number} tokens, which leaves {max(room, 0)} of {self.length} for its "
+                "context; give a longer --sequence-length, or a shorter question"
+            )
+
+    def _example(self, encodings: Any, number: int, answer: Answer | None) -> TextExample:
+        """Return one row of a context, with the places of the first and the last token of the answer."""
+        encoding = {name: encodings[name][number] for name in encodings if name != "overflow_to_sample_mapping"}
+        context = 1 if self._question_is_first else 0
+        places = [place for place, part in enumerate(encodings.sequence_ids(number)) if part == context]
+        offsets = encoding["offset_mapping"]
+        without_answer = self._place_without_answer(encoding["input_ids"])
+        ends = without_answer, without_answer
+        is_inside = answer is not None and offsets[places[0]][0] <= answer.start and offsets[places[-1]][1] >= answer.end
+        if answer is not None and is_inside:
+            start = max(place for place in places if offsets[place][0] <= answer.start)
+            end = min(place for place in places if offsets[place][1] >= answer.end)
+            ends = start, end
+        return self._reader.example(encoding, ends)
+
+    def _place_without_answer(self, ids: Sequence[int]) -> int:
+        special = (self._tokenizer.cls_token_id, self._tokenizer.bos_token_id)
+        return next((ids.index(token) for token in special if token is not None and token in ids), 0)
+
+    def collate(self, examples: Sequence[TextExample]) -> dict[str, Any]:
+        """Return the model's inputs for some rows, and the places [rows] of the ends of their answers."""
+        inputs = self._reader.pad(examples, self.width)
+        for number, name in enumerate(ENDS):
+            inputs[name] = torch.tensor(
+                [example.learned[number] + self._reader.start_of(len(example.ids), self.width) for example in examples]
+            )
+        return inputs
+
+    def describe(self, example: TextExample) -> list[tuple[str, bool]]:
+        """Return the parts of a row: what is before the answer, the answer, and the rest."""
+        start, end = example.learned
+        ids = example.ids.tolist()
+        parts = ((ids[:start], False), (ids[start : end + 1], True), (ids[end + 1 :], False))
+        return [(f"{self._tokenizer.decode(part)} ", is_learned) for part, is_learned in parts if part]
+
+
+def _first_answer(row: TaskRow, context: str) -> Answer | None:
+    """Return the first answer of a row, or None if it has none. Raise RequestError for one that is not in the context."""
+    value = decode_json(row.fields["answers"])
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or "text" not in value or "answer_start" not in value:
+        raise RequestError(f"{row.place} has answers {value!r:.60}; give text and answer_start, as SQuAD has them")
+    texts = _list_of(value["text"])
+    starts = _list_of(value["answer_start"])
+    if len(texts) != len(starts):
+        raise RequestError(
+            f"{row.place} has {len(texts)} texts of answers and {len(starts)} of answer_start; give as many of both"
+        )
+    if not texts:
+        return None
+    text = texts[0]
+    start = starts[0]
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{row.place} has the answer {text!r:.60}; it must be text")
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise RequestError(f"{row.place} has answer_start {start!r:.60}; it must be the number of a character, from 0")
+    found = context[start : start + len(text)] if start >= 0 else ""
+    if found != text:
+        raise RequestError(
+            f"{row.place} has the answer {text!r:.60} at character {start}, where its context has {found!r:.60}; correct "
+            "answer_start, or leave the row out"
+        )
+    return Answer(text, start)
+
+
+def _list_of(value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return list(value.tolist())
+    return list(value) if isinstance(value, list | tuple) else [value]

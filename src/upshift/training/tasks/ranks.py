@@ -1,0 +1,81 @@
+"""Let the ranks of a launcher train for a task together: each has the whole model, and a part of the rows of every step.
+
+Rank 0 checks the request and holds the output folder. The others read the data afterwards, and end with rank 0 if it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from upshift import errors
+from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
+from upshift.settings import Ranks
+from upshift.training.process_group import GROUP_TIMEOUT
+
+READY_KEY = "task"  # in the store of the ranks: empty once rank 0 is ready, else the class of its error
+
+
+@contextmanager
+def telling_others(store: Store) -> Iterator[None]:
+    """Tell the other ranks on leaving that rank 0 is ready, or that it failed."""
+    try:
+        yield
+    except UpshiftError as error:
+        kind = type(error) if type(error) in (RequestError, Interrupted) else JobFailed
+        store.set(READY_KEY, kind.__name__)
+        raise
+    store.set(READY_KEY, "")
+
+
+def wait_for_rank_0(store: Store) -> None:
+    """Wait until rank 0 is ready. If it failed, raise its error without a message, because rank 0 prints the message."""
+    failed = store.get(READY_KEY).decode()
+    if failed:
+        raise getattr(errors, failed)("")
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Log errors alone while open."""
+    logger = logging.getLogger("upshift")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def joined(ranks: Ranks, store: Store) -> Iterator[None]:
+    """Join the process group of the ranks while open. accelerate finds it there."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=GROUP_TIMEOUT,
+    )
+    try:
+        yield
+        dist.barrier()  # all leave together, because a rank that ends early breaks the others' last exchange
+    finally:
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Return whether the flag is set on any rank. All ranks call it. Without a process group it is the flag itself."""
+    if not dist.is_available() or not dist.is_initialized():
+        return flag
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())

@@ -1,0 +1,58 @@
+"""Two ranks of torchrun train for a task: the losses are those of one process with all rows of a step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from image_models import COLORS, save_chat_model
+from text_models import named, save_text_model
+
+import upshift
+
+pytestmark = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
+STEPS = 3
+RATE = 1e-3
+ROWS = 4
+HELPER = Path(__file__).parents[1] / "helpers" / "task_ranks.py"
+TIMEOUT_SECONDS = 240
+
+
+def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    from PIL import Image
+
+    tagger = save_text_model(tmp_path / "tagger", "BertForTokenClassification", **named("A", "B"))
+    chatter = save_chat_model(tmp_path / "llava", "llava")
+    for name, color in COLORS.items():
+        Image.new("RGB", (40, 36), color).save(tmp_path / f"{name}.png")
+    words = [{"tokens": ["rome"] * number, "tags": ["A", "B", "B", "A", "A"][:number]} for number in (1, 5, 2, 3)]
+    turns = [("color", "red"), ("say it", "red and blue"), ("this", "blue"), ("now", "blue")]  # of different lengths
+    chats = [
+        {
+            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+            "images": [f"{color}.png"],
+        }
+        for (question, answer), color in zip(turns, [*COLORS, *COLORS], strict=True)
+    ]
+    cases = []
+    for model, rows in ((tagger, words), (chatter, chats)):
+        file = tmp_path / f"{model.name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        cases.append([str(model), str(file)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HELPER), str(tmp_path)]
+    subprocess.run([*command, json.dumps([cases, STEPS, RATE, ROWS])], check=True, timeout=TIMEOUT_SECONDS)
+    of_ranks = json.loads((tmp_path / "losses.json").read_text())
+    assert len(of_ranks) == len(cases)
+    for losses, (model, data) in zip(of_ranks, cases, strict=True):
+        arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+        options = {"output": tmp_path / "alone", "overwrite": True, "global_batch": ROWS, "eval_size": 0}
+        record = upshift.train(model, data, arguments=arguments, **options)
+        assert record is not None
+        expected = [loss for _, loss in record.details["loss_curve"]]
+        assert losses == pytest.approx(expected, rel=2e-4)
+    for number in range(len(cases)):
+        assert (tmp_path / f"out-{number}" / "model.safetensors").is_file()

@@ -1,0 +1,121 @@
+"""Training of detectors on images with boxes: the losses of a plain loop, new labels, and bad rows by name."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_loop import plain_losses
+
+import upshift
+from upshift.errors import RequestError
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images"),
+    pytest.mark.skipif(find_spec("scipy") is None, reason="scipy is not installed: it matches the boxes of a detector's loss"),
+]
+STEPS = 3
+RATE = 1e-3
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": [32, 40],
+         "patch_size": 8, "num_detection_tokens": 5, "use_mid_position_embeddings": False, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0}  # fmt: skip
+BACKBONE = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "out_features": ["stage2"]}
+DETR = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_queries": 5, "dropout": 0.0}  # fmt: skip
+BOXES = (([[4, 5, 10, 12], [20, 2, 8, 8]], ["cat", "dog"]), ([[0, 0, 30.5, 36]], ["dog"]), ([], []))
+
+
+def save_detector(folder: Path, kind: str, *labels: str) -> Path:
+    names = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
+    torch.manual_seed(0)
+    if kind == "yolos":
+        model: Any = transformers.YolosForObjectDetection(transformers.YolosConfig(**SIZES, **names))
+        processor: Any = transformers.YolosImageProcessor(size={"shortest_edge": 32, "longest_edge": 40})
+    else:
+        backbone = transformers.ResNetConfig(**BACKBONE)
+        model = transformers.DetrForObjectDetection(transformers.DetrConfig(backbone_config=backbone, **DETR, **names))
+        processor = transformers.DetrImageProcessor(size={"shortest_edge": 32, "longest_edge": 40})
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_rows(folder: Path, *rows: Any) -> Path:
+    """A file of rows beside their images, one of 40 x 36 pixels for each."""
+    from PIL import Image
+
+    for number in range(len(rows)):
+        Image.linear_gradient("L").resize((40, 36)).convert("RGB").rotate(90 * number).save(folder / f"{number}.png")
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"image": f"{number}.png", **row}) for number, row in enumerate(rows)))
+    return file
+
+
+def train(model: Path, data: Path, output: Path, *, rows: int) -> list[float]:
+    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    record = upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, eval_size=0)
+    assert record is not None
+    return [loss for _, loss in record.details["loss_curve"]]
+
+
+def objects(boxes: Any, categories: Any, **more: Any) -> dict[str, Any]:
+    return {"objects": {"bbox": boxes, "category": categories, **more}}
+
+
+@pytest.mark.parametrize("kind", ["yolos", "detr"])
+def test_losses_of_a_detector_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    folder = save_detector(tmp_path / "model", kind, "cat", "dog")
+    data = make_rows(tmp_path, *(objects(*boxes) for boxes in BOXES))
+    annotations = [
+        {"image_id": 0, "annotations": [
+            {"bbox": box, "category_id": ["cat", "dog"].index(name), "area": box[2] * box[3], "iscrowd": 0}
+            for box, name in zip(boxes, names, strict=True)
+        ]}
+        for boxes, names in BOXES
+    ]  # fmt: skip
+    images = [Image.open(tmp_path / f"{number}.png") for number in range(len(BOXES))]
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    inputs = dict(processor(images=images, annotations=annotations, return_tensors="pt"))
+    model = transformers.AutoModelForObjectDetection.from_pretrained(folder)
+    expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
+    assert expected[-1] < expected[0]
+    assert train(folder, data, tmp_path / "out", rows=3) == pytest.approx(expected, rel=2e-4)
+    saved = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert saved(**inputs).loss.item() == pytest.approx(model.eval()(**inputs).loss.item(), rel=1e-3)
+
+
+def test_a_detector_gets_a_head_for_other_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_detector(tmp_path / "model", "yolos", "cat", "dog")
+    row = {"objects": [{"bbox": [1, 2, 3, 4], "category": name} for name in ("ant", "bee", "cow")]}
+    train(folder, make_rows(tmp_path, row), tmp_path / "out", rows=1)
+    assert "object detection, the boxes of 'objects' (3 labels: ant, bee, cow)" in caplog.text
+    saved = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "out")
+    assert saved.config.id2label == {0: "ant", 1: "bee", 2: "cow"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "rows.jsonl:2 has no column 'objects'"),
+        ({"objects": "cat"}, "rows.jsonl:2 has objects 'cat'"),
+        (objects([[1, 2, 3]], ["cat"]), r"rows.jsonl:2 has the box \[1, 2, 3\]"),
+        (objects([[1, 2, 0, 4]], ["cat"]), r"rows.jsonl:2 has the box \[1, 2, 0, 4\]"),
+        (objects([[30, 2, 38, 4]], ["cat"]), "rows.jsonl:2 .* outside of its image of 40 x 36 pixels"),
+        (objects([[1, 2, 3, 4]], []), "1 of bbox, 0 of category"),
+        (objects([[1, 2, 3, 4]], [None]), "rows.jsonl:2 has the label None"),
+        ({"objects": {"bbox": [[1, 2, 3, 4]]}}, "rows.jsonl:2 has a box without a category"),
+    ],
+)
+def test_bad_rows_are_named(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = save_detector(tmp_path / "model", "yolos", "cat", "dog")
+    data = make_rows(tmp_path, objects(*BOXES[0]), row)
+    with pytest.raises(RequestError, match=words):
+        train(folder, data, tmp_path / "out", rows=2)
