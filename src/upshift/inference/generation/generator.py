@@ -15,7 +15,7 @@ from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, find_draft, speculative_config
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
-from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
+from upshift.inference.generation.engines.vllm_engine import check_environment, check_supported, find_unsupported
 from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.model import (
     CacheBytes,
@@ -139,7 +139,7 @@ class Generator:
         check_max_memory(self.source, self.host, max_memory)
         self._engine = check_requested_engine(self.task, self.source, engine, self.host, self._environment)
         if self._environment is not None:
-            check_arguments(self._environment.arguments, self.source, self.host)
+            check_environment(self._environment, self.source, self.host, self._engine, self.quality)
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self._draft = None if draft is None else self._find_draft(draft)

@@ -46,7 +46,7 @@ def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload)
 def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
     return {
-        "weights": _weight_precisions(host, workload),
+        "weights": legal_weights(host, workload),
         "kv_cache": _cache_precisions(host, workload),
         "execution": _executions(host),
     }
@@ -203,7 +203,8 @@ def _half_precisions(host: Host) -> list[WeightPrecision]:
     return [name for name in ("bf16", "fp16") if host.supports(name) is not False]
 
 
-def _weight_precisions(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+def legal_weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+    """Return the precisions of weights that the host computes with, and that the workload allows."""
     half_precisions = _half_precisions(host)
     allowed = set(workload.allow)
     precisions: list[WeightPrecision] = ["fp32", *half_precisions]
