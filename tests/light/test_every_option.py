@@ -12,13 +12,14 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from upshift.cli.main import app
+from upshift.cli.usage.messages import annotation_of
 from upshift.errors import RequestError, UpshiftError
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def long_name(option: Any) -> str:
 
 def kinds_of(path: str, option: Any) -> set[Any]:
     """Return the types that the option's values may have."""
-    hint = get_type_hints(command_of(path).callback)[option.name]
+    hint, *_ = get_args(annotation_of(command_of(path), option))  # of Annotated[hint, ...]
     return {hint, *get_args(hint)}
 
 

@@ -47,11 +47,13 @@ def test_hosts_meet_on_the_first() -> None:
     assert text.count("ranks=2\n") == 3 and text.count("export WORD='two words'") == 3 and " me@a 'bash -s'" in text
 
 
-def test_ranks_of_a_host_are_counted_there() -> None:
+@pytest.mark.parametrize("before", ["", "lscpu() { return 1; }\n"], ids=["lscpu", "a host where lscpu fails"])
+def test_ranks_of_a_host_are_counted_there(before: str) -> None:
     script = written("--hosts", "localhost")
     assert "--standalone" in script and "lscpu" in script
     body = script.split("2>&1 &\n")[1].split("exec ")[0]
-    counted = subprocess.run(["bash", "-c", body + 'echo "$ranks $OMP_NUM_THREADS"'], capture_output=True, text=True, check=True)
+    shell = ["bash", "-c", before + body + 'echo "$ranks $OMP_NUM_THREADS"']
+    counted = subprocess.run(shell, capture_output=True, text=True, check=True)
     ranks, threads = map(int, counted.stdout.split())
     assert ranks >= 1 and threads >= 1
 

@@ -22,6 +22,7 @@ def rank_count_lines(launch: Launch) -> list[str]:
     return [
         f"ranks=$({COUNT_GPUS})  # one for each GPU",
         f'[ "$ranks" -gt 0 ] || ranks=$({COUNT_NUMA_NODES})  # none: one for each NUMA node (often a socket)',
+        '[ "$ranks" -gt 0 ] || ranks=1  # a host, or a container, where lscpu sees no node',
     ]
 
 

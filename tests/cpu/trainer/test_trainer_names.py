@@ -28,7 +28,7 @@ KINDS = [(upshift.Trainer, transformers.Trainer), (upshift.Seq2SeqTrainer, trans
 
 def added(kind: type, library: type) -> set[str]:
     """What the class has beyond the library's, whatever mix-in it is of."""
-    annotated = {name for part in kind.__mro__ for name in vars(part).get("__annotations__", {})}
+    annotated = {name for part in kind.__mro__ for name in inspect.get_annotations(part)}
     return (set(dir(kind)) | annotated) - set(dir(library))
 
 

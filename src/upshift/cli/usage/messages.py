@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import typer
 
@@ -32,8 +33,10 @@ class MissingValue(RequestError):
 
 
 def annotation_of(command: Any, parameter: Any) -> Any:
-    """Return the annotation of a parameter in the function behind the command: ``Annotated[int | None, ...]``."""
-    return get_type_hints(command.callback, include_extras=True)[parameter.name]
+    """Return the annotation of a parameter in the function behind the command: ``Annotated[int | None, ...]``.
+
+    It stands in the signature. From Python 3.14 on, typer's wrapper of the function has no annotations of its own."""
+    return inspect.signature(command.callback, eval_str=True).parameters[parameter.name].annotation
 
 
 def number_type(annotation: Any) -> type[int | float] | None:

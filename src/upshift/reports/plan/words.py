@@ -29,7 +29,8 @@ def sentence(plan: Plan, num_layers: int) -> str:
     if plan.num_processes > 1:
         ranks = f"{plan.num_processes:,} {'processes' if plan.device == 'cpu' else 'ranks'}"
     shared = f" ({layout_words(plan.layout)})" if plan.layout != ALONE else ""
-    sequences = f"{plan.per_device_train_batch_size:,} {'packed rows' if plan.packing else 'sequences'}"
+    size = plan.per_device_train_batch_size
+    sequences = f"{size:,} {'packed row' if plan.packing else 'sequence'}{'s' * (size != 1)}"
     parts = [
         f"{plan.precision} on {ranks}{shared}",
         f"micro-batches of {sequences}, {plan.gradient_accumulation_steps:,} to a step",
