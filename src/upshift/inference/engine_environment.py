@@ -122,9 +122,11 @@ def choose_environment(
 ) -> EngineEnvironment | None:
     """Return the environment of the engine that has its own, or None if it cannot be chosen or the user names none.
 
-    Raise RequestError if the user names an interpreter or arguments, and another engine. ``engine``: the only engine to use."""
+    Raise RequestError if the user names an interpreter or arguments, and another engine, or that engine and nothing is found.
+    ``engine``: the only engine to use."""
     if engine in (None, "vllm"):
-        return find_environment(None if python is None else Path(python), arguments)
+        environment = find_environment(None if python is None else Path(python), arguments)
+        return environment if engine is None else require_environment(environment)
     option_name = "--engine-python" if python is not None else "--engine-set" if arguments else None
     if option_name is not None:
         raise RequestError(f"{option_name} is for --engine vllm, and --engine is {engine}; leave one of them out")
