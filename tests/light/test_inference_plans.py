@@ -29,8 +29,7 @@ from upshift.planning.inference.memory import (
 )
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS, WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.planner import InferencePlanning, plan_profile, rank_plans
-from upshift.planning.inference.space import check_allow
-from upshift.planning.inference.stored_weights import ONE_GROUP, fix_stored_weights, read_stored_weights
+from upshift.planning.inference.space import ONE_GROUP, check_allow, fix_stored_weights, read_stored_weights
 from upshift.planning.inference.time import build_engine
 from upshift.units import GIB, KIB
 

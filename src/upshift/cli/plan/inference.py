@@ -23,8 +23,7 @@ from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import CHOICE_KINDS, InferenceWorkload
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
-from upshift.planning.inference.space import check_allow
-from upshift.planning.inference.stored_weights import fix_stored_weights
+from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
