@@ -82,7 +82,7 @@ def test_a_small_config_becomes_options_and_so_do_defaults_that_differ(tmp_path:
         ({"chat_template": "chatml"}, {"chat_template": "chatml"}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}\n"}, {"chat_template": "{{ messages }}\n"}),
         ({"chat_template": "tokenizer_default_fallback_chatml"}, {}),
-        ({"chat_template": "llama3"}, {"chat_template": "llama3"}),
+        ({"chat_template": "qwen_25"}, {"chat_template": "qwen_25"}),
         ({"datasets": [{"path": "chats.jsonl", "type": "chat_template", "roles_to_train": ["gpt"], "train_on_eos": "turn"}]}, {}),
         ({"datasets": [{"path": "chats.jsonl", "type": "chat_template", "chat_template": "chatml"}]},
          {"chat_template": "chatml"}),
@@ -205,7 +205,7 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"rl": "simpo"}, "rl simpo (upshift train has sft, dpo and reward models)"),
         ({"loss_watchdog_threshold": 5.0}, "loss_watchdog_threshold (a run stops by itself"),
         ({"val_set_size": "few"}, "val_set_size few (give a share below 1, or a number)"),
-        ({"chat_template": "qwen_25"}, "Axolotl's file qwen_25.jinja with --chat-template FILE, or one of chatml, gemma"),
+        ({"chat_template": "qwen3"}, "Axolotl's file qwen3.jinja with --chat-template FILE, or one of alpaca, aya"),
         ({"chat_template": "jinja"}, "chat_template jinja ("),
         (
             {"chat_template": "chatml", "datasets": [{"path": "a", "type": "chat_template", "chat_template": "llama3"}]},

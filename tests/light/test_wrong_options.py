@@ -278,3 +278,18 @@ def test_options_that_exclude_each_other_are_both_named(words: str, options: tup
     with pytest.raises(RequestError) as problem:
         command_line.app(words.split(), standalone_mode=False)
     assert all(option in str(problem.value) for option in options)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--learning_rate", "--learning-rate"),
+        ("--num_train_epochs", "--epochs"),
+        ("--output_dir", "--output"),
+        ("--per_device_train_batch_size", "--set per_device_train_batch_size=VALUE"),
+        ("--gradient-accumulation-steps", "--set gradient_accumulation_steps=VALUE"),
+    ],
+)
+def test_an_option_of_another_library_names_ours(option: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=f"{option}; did you mean {meant}"):
+        command_line.app(["train", "m", "--data", "d", option, "3"], standalone_mode=False)

@@ -19,6 +19,11 @@ from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.units import format_count, format_seconds
 
+SAME_PLAN = (
+    "In the trials no plan was faster than the plain default, so both rows are runs of that plan. Their difference is that of "
+    "this machine from one minute to the next: something else may be using it."
+)
+
 Output = Annotated[Path, output_folder("The folder for the model and the report.")]
 Quick = Annotated[bool, option("--quick", text="Take a fifth of the time, for a first look.", panel=Panel.MEASUREMENT)]
 
@@ -100,3 +105,5 @@ def _print_result(result: Any) -> None:
     tables.out.print(tables.prediction_table(result.chosen.predicted, result.chosen.measured))
     at_equal_tokens = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
     tables.out.print(tables.comparison_table([("plain default", result.baseline.measured), ("chosen plan", at_equal_tokens)]))
+    if result.chose_the_default:
+        tables.out.print(SAME_PLAN)

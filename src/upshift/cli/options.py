@@ -355,8 +355,8 @@ ChatTemplateOption = Annotated[
     str | None,
     option(
         "--chat-template", panel=Panel.ROWS, metavar="FILE", default="the model's own",
-        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or its text; or chatml, "
-        "gemma, llama3 or phi_35.",
+        text="A Jinja file with the chat template that writes chats, and that is saved with the model; or its text; or a name, "
+        "such as chatml, llama3 or qwen_25.",
     ),
 ]  # fmt: skip
 SplitOption = Annotated[

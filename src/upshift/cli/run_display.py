@@ -148,7 +148,7 @@ class RunDisplay:
     def _show_step(self, event: Any, name: str) -> None:
         memory = format_bytes(event.resident_bytes)
         if self.predicted_bytes and self._is_wide:
-            memory += f" of {format_bytes(self.predicted_bytes)} predicted"
+            memory += f" ({format_bytes(self.predicted_bytes)} predicted)"
         speed = f"{event.tokens_per_second:,.0f} {event.unit}/s"
         rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
         text = f"loss {event.loss:.3f}{rewards} · {speed} · {format_seconds(event.seconds_left)} left · {memory}"

@@ -9,7 +9,8 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
@@ -19,6 +20,7 @@ from pydantic import Field, ValidationInfo, field_serializer, field_validator, m
 from upshift.errors import RequestError
 from upshift.models.config import decode_floats, encode_floats, read_json
 from upshift.settings import read_settings
+from upshift.text import did_you_mean
 from upshift.value import Value
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:23
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
 ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # as transformers names it
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
+HUB_SECONDS = 5.0  # a hub that takes no connection in this time cannot be asked
 SHOWN_CHARACTERS = 100  # the most characters of a reference in a message
 NAMES = re.compile(r"[\w.,\s-]*")  # of modules, with commas between them; other characters are of a regular expression
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
@@ -309,8 +312,22 @@ def find_model(reference: str) -> ModelSource:
         directory = path.parent if path.name == "config.json" else None
         return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
     if path.suffix == ".json" or not HUB_ID.fullmatch(reference):
-        raise RequestError(f"model {_shorten(reference)} does not exist; {MODEL_HELP}")
+        raise RequestError(f"model {_shorten(reference)} does not exist; {MODEL_HELP}{_near_models(reference)}")
     return _fetch_config(reference)
+
+
+def _near_models(reference: str) -> str:
+    """Return ``; did you mean PATH?`` with the model directories beside the path whose names look like it, or an empty text."""
+    return did_you_mean(reference, map(str, _models_beside(Path(reference))))
+
+
+def _models_beside(path: Path) -> Iterator[Path]:
+    try:
+        for folder in path.parent.iterdir():
+            if (folder / "config.json").is_file() or (folder / ADAPTER_FILE).is_file():
+                yield folder
+    except OSError:  # no such folder, or one that may not be read
+        return
 
 
 def _shorten(reference: str) -> str:
@@ -436,7 +453,16 @@ def _attach_adapter(source: ModelSource, adapter: dict[str, Any]) -> ModelSource
 
 def _read_config(path: Path, reference: str) -> dict[str, Any]:
     if not path.is_file():
-        raise RequestError(f"{reference!r} has no config.json; give a directory written by save_pretrained, or a config.json")
+        checkpoints = sorted(folder.name for folder in path.parent.glob("checkpoint-*") if folder.is_dir())
+        if checkpoints:
+            raise RequestError(
+                f"{reference!r} has no config.json; it holds {checkpoints[-1]} of a training that has not ended; type the "
+                "training's command again with --resume"
+            )
+        raise RequestError(
+            f"{reference!r} has no config.json; give a directory written by save_pretrained, or a config.json"
+            f"{_near_models(reference)}"
+        )
     config = _read_json(path)
     if "model_type" not in config:
         raise RequestError(f'{path} has no "model_type"; it must be a transformers config.json')
@@ -466,13 +492,54 @@ def fetch_weights(source: ModelSource) -> None:
 
 
 def _call_hub(reference: str, download: Callable[[bool], str]) -> Path:
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    """Return the path of what ``download`` fetches. If the hub cannot be asked, or must not be, its cache on this machine counts.
 
+    ``download`` is called with whether it must use the cache alone. Raise RequestError for a model that is not there."""
     offline = read_settings().hub_offline
+    failure = None if offline else _find_hub_failure()
     try:
-        return Path(download(offline))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = f"could not be read from the hub ({type(error).__name__})"
-        if offline:
-            reason = "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"
-        raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None
+        return Path(download(offline or failure is not None))
+    except (OSError, ValueError) as error:  # all errors of huggingface_hub are OSErrors, but one for names of cached files
+        reason = _describe_hub_error(error)
+    if offline:
+        reason = "is not in the local hub cache, and the hub was not asked (HF_HUB_OFFLINE); give"
+    elif failure is not None:
+        reason = f"is not in the local hub cache, and {failure}; check the network, set HF_ENDPOINT to a mirror, or give"
+    raise RequestError(
+        f"model {reference!r} is no local path and {reason} a local directory or config.json{_near_models(reference)}"
+    )
+
+
+def _describe_hub_error(error: Exception) -> str:
+    """Return why the hub did not send a model, up to the words before "a local directory"."""
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):  # one of RepositoryNotFoundError
+        return "the hub gives it to accounts with access only; ask for access on its page and type hf auth login, or give"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or it is private; type hf auth login for a private one, or give"
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return "has no config.json on the hub; give"
+    return f"could not be read from the hub ({type(error).__name__}); give"
+
+
+def _find_hub_failure() -> str | None:
+    """Return why the hub, or the proxy before it, takes no connection, or None. huggingface_hub would repeat it for a minute."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies, proxy_bypass
+
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    host = str(address.hostname)
+    proxies = getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(host):
+        address = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        host = f"the proxy {address.hostname}"
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((str(address.hostname), port), timeout=HUB_SECONDS).close()
+    except OSError as error:
+        return f"{host} does not answer ({error.strerror or error})"
+    return None

@@ -56,6 +56,11 @@ class DemoResult:
     model_directory: Path
 
     @property
+    def chose_the_default(self) -> bool:
+        """Return whether the trials found no faster plan than the plain default: then both runs have one plan."""
+        return self.prepared.plan.label() == self.prepared.planning.default.plan.label()
+
+    @property
     def chosen_loss_at_equal_tokens(self) -> float | None:
         """Return the chosen plan's loss when it had seen as many tokens as the default saw, or None."""
         for tokens, loss in self.chosen.details["evaluations"]:

@@ -262,6 +262,7 @@ def train(
 def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     """Plan, prove, train and save, as ``train`` does."""
     check_evaluations(request.arguments, will_evaluate=request.arguments.eval_steps > 0)
+    _check_output_is_no_input(request)
     ranks = read_ranks()
     if ranks is not None and is_restart(ranks, request.output):
         request = request.changed(overwrite=False, resume=True)
@@ -280,6 +281,14 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
+
+
+def _check_output_is_no_input(request: TrainRequest) -> None:
+    """Raise RequestError if the run would write into the folder that it reads: --overwrite would delete what is there."""
+    for what, reference in (("model", request.model), ("data", request.data)):
+        path = Path(reference)
+        if not request.resume and path.exists() and request.output.exists() and path.samefile(request.output):
+            raise RequestError(f"output directory {request.output} is that of the {what}; give another, which keeps the {what}")
 
 
 def _train_media(request: TrainRequest, media: MediaModel, watcher: Watcher) -> Record:

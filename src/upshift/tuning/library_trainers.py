@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any
 
 from upshift.errors import MissingExtra
@@ -21,6 +22,7 @@ class LibraryTrainers:
     library: str  # the name by which it is imported
     extra: str
     module: str  # Upshift's module that has the planned classes
+    experimental: str | None = None  # a package of the library with a package for each of its other trainers
 
     def names(self) -> list[str]:
         """Return the names of the library's trainers. Raise MissingExtra if it is not installed."""
@@ -42,11 +44,23 @@ class LibraryTrainers:
 
     def _with_plans(self, name: str) -> Any:
         names = self.names()
-        if name not in names:
+        library_class = getattr(import_module(self.library), name) if name in names else self._find_experimental(name)
+        if library_class is None:
+            others = "" if self.experimental is None else f" and those of {self.experimental}"
             raise AttributeError(
-                f"module {self.module!r} has no attribute {name!r}; it has {', '.join(names)}, and {self.library} has the rest"
+                f"module {self.module!r} has no {name!r}; it has {', '.join(names)}{others}, and {self.library} has the rest"
             )
         from upshift.training.hf_trainer.trainer import with_plans
         from upshift.tuning.trainer import Trainer
 
-        return with_plans(getattr(import_module(self.library), name), Trainer, module=self.module)
+        return with_plans(library_class, Trainer, module=self.module)
+
+    def _find_experimental(self, name: str) -> Any:
+        """Return the experimental trainer ``name``, or None. Only the package that is named like it is imported."""
+        if self.experimental is None or not name.endswith("Trainer"):
+            return None
+        wanted = name.removesuffix("Trainer").lower()
+        for package in iter_modules(import_module(self.experimental).__path__):
+            if package.ispkg and package.name.replace("_", "") == wanted:
+                return getattr(import_module(f"{self.experimental}.{package.name}"), name, None)
+        return None

@@ -27,7 +27,9 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.training.data.corpus import MAX_COLUMN_NAMES, read_corpus
 from upshift.training.data.data_files import say_once
+from upshift.training.data.data_options import DataOptions
 from upshift.training.data.records import read_parquet
+from upshift.training.data.rows.joined import read_data
 from upshift.training.data.tokenizer import tokenize
 
 datasets.disable_progress_bars()
@@ -432,6 +434,23 @@ FORM_ROWS: list[dict[str, Any]] = [
     {"prompt": "one", "completion": "two"},
     {"instruction": "one", "output": "two"},
 ]
+
+
+@pytest.mark.parametrize("reader", [{}, {"columns": "our names"}], ids=["alone", "described"])
+@pytest.mark.parametrize("suffix", [".parquet", ".feather", ".jsonl"])
+def test_a_file_without_the_columns_of_the_others_is_refused(suffix, reader, tmp_path):
+    """Arrow returns no row if no column is read, so such a file would be left out without a word."""
+    write = {".parquet": write_parquet, ".feather": write_feather, ".jsonl": write_json_lines}[suffix]
+    for number, row in enumerate(FORM_ROWS):
+        other = FORM_ROWS[number - 1]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / f"1{suffix}", [row])
+        write(folder / f"2{suffix}", [other])
+        description = {"path": str(folder)} | ({"columns": {name: name for name in row}} if reader else {})
+        with pytest.raises(RequestError) as caught:
+            list(read_data(json.dumps([description]), DataOptions(), has_decoder=False).documents)
+        assert f"2{suffix}" in str(caught.value) and f"its columns are {', '.join(other)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("row", FORM_ROWS, ids=lambda row: "-".join(row))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from chat_models import CHATML, MARKED, byte_level_tokenizer, make_chats, save_model, write_jsonl
 
@@ -13,6 +15,9 @@ from upshift.models.source import find_model_to_train
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data, read_whole_documents
 from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
+from upshift.training.data.rows.joined import read_data
+from upshift.training.data.tokenizer import tokenize
+from upshift.training.data.tokens import TokenizedCorpus
 
 NAMED = CHAT_TEMPLATES["chatml"]
 TEMPLATES = {"text": CHATML, "marked": MARKED, "chatml": NAMED}
@@ -50,20 +55,104 @@ def test_rows_are_those_of_a_tokenizer_that_has_the_template(name: str, model: s
         assert data.tokenizer is not None and data.tokenizer.chat_template == TEMPLATES[name]
 
 
-WRITTEN = {  # what a named template writes for TURNS and for the assistant to go on
-    "chatml": "<|im_start|>user\na\n b <|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>assistant\n",
-    "gemma": "<s><start_of_turn>user\na\n b<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>model\n",
-    "llama3": "<s><|start_header_id|>user<|end_header_id|>\n\na\n b<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nc"
-    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "phi_35": "<|user|>\na\n b <|end|>\n<|assistant|>\nc<|end|>\n<|assistant|>\n",
-}
+# What a named template writes for TURNS and for the assistant to go on, and for SYSTEM before them: None if it refuses it.
+CHATML_TURNS = "<|im_start|>user\na\n b <|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>assistant\n"
+CHATML_SYSTEM = "<|im_start|>system\n d <|im_end|>\n"
+COHERE_TURNS = (
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>a\n b<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>c<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+)
+COHERE_SYSTEM = f"<s><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|> d <|END_OF_TURN_TOKEN|>{COHERE_TURNS}"
+GEMMA_TURNS = "a\n b<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>model\n"
+EXAONE_TURNS = "[|user|]a\n b \n[|assistant|]c[|endofturn|]\n[|assistant|]"
+PHI_TURNS = "<|user|>\na\n b <|end|>\n<|assistant|>\nc<|end|>\n"
+QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+
+
+def llama_turns(version: int, *turns: tuple[str, str], go_on: str = "assistant") -> str:
+    start, end, last = (
+        ("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>") if version == 3
+        else ("<|header_start|>", "<|header_end|>\n\n", "<|eot|>")
+    )  # fmt: skip
+    return "<s>" + "".join(f"{start}{role}{end}{text}{last}" for role, text in turns) + f"{start}{go_on}{end}"
+
+
+WRITTEN: dict[str, tuple[str, str | None]] = {
+    "alpaca": (
+        "<s>### Instruction:\na\n b \n\n### Response:\nc</s>\n\n### Response:\n",
+        "<s> d \n\n### Instruction:\na\n b \n\n### Response:\nc</s>\n\n### Response:\n",
+    ),
+    "aya": ("<s>" + COHERE_TURNS, COHERE_SYSTEM),
+    "chatml": (CHATML_TURNS, CHATML_SYSTEM + CHATML_TURNS),
+    "cohere": ("<s>" + COHERE_TURNS, COHERE_SYSTEM),
+    "deepseek_v2": (
+        "<s><｜User｜>a\n b <｜Assistant｜>c</s><｜Assistant｜>", "<s> d \n\n<｜User｜>a\n b <｜Assistant｜>c</s><｜Assistant｜>"
+    ),
+    "deepseek_v3": (
+        "<s><｜User｜>a\n b <｜Assistant｜>c<｜end▁of▁sentence｜><｜Assistant｜>",
+        "<s> d <｜User｜>a\n b <｜Assistant｜>c<｜end▁of▁sentence｜><｜Assistant｜>",
+    ),
+    "exaone": ("[|system|][|endofturn|]\n" + EXAONE_TURNS, "[|system|] d [|endofturn|]\n" + EXAONE_TURNS),
+    "falcon_h1": ("<s>" + CHATML_TURNS, "<s>" + CHATML_SYSTEM + CHATML_TURNS),
+    "gemma": ("<s><start_of_turn>user\n" + GEMMA_TURNS, None),
+    "gemma3": ("<s><start_of_turn>user\n" + GEMMA_TURNS, "<s><start_of_turn>user\n d \n\n" + GEMMA_TURNS),
+    "gemma3n": ("<s><start_of_turn>user\n" + GEMMA_TURNS, "<s><start_of_turn>user\n d \n\n" + GEMMA_TURNS),
+    "llama3": (
+        llama_turns(3, ("user", "a\n b"), ("assistant", "c")),
+        llama_turns(3, ("system", "d"), ("user", "a\n b"), ("assistant", "c")),
+    ),
+    "llama4": (
+        llama_turns(4, ("user", "a\n b "), ("assistant", "c")),
+        llama_turns(4, ("system", "d"), ("user", "a\n b "), ("assistant", "c")),
+    ),
+    "mistral_v1": ("<s> [INST] a\n b  [/INST] c</s>", "<s> [INST]  d \n\na\n b  [/INST] c</s>"),
+    "mistral_v2v3": ("<s>[INST] a\n b [/INST] c</s>", "<s>[INST] a\n b [/INST] c</s>"),
+    "mistral_v3_tekken": ("<s>[INST]a\n b [/INST]c</s>", "<s>[INST]a\n b [/INST]c</s>"),
+    "nemotron_h": (CHATML_TURNS, CHATML_SYSTEM + CHATML_TURNS),
+    "phi_3": ("<s>" + PHI_TURNS, "<s><|system|>\n d <|end|>\n" + PHI_TURNS),
+    "phi_35": (PHI_TURNS + "<|assistant|>\n", "<|system|>\n d <|end|>\n" + PHI_TURNS + "<|assistant|>\n"),
+    "pixtral": ("<s>[INST]a\n b [/INST]c</s>", "<s>[INST]a\n b [/INST]c</s>"),
+    "qwen2_vl": (HELPFUL + CHATML_TURNS, CHATML_SYSTEM + CHATML_TURNS),
+    "qwen_25": (QWEN + CHATML_TURNS, CHATML_SYSTEM + CHATML_TURNS),
+}  # fmt: skip
 TURNS = [{"role": "user", "content": "a\n b "}, {"role": "assistant", "content": "c"}]
+SYSTEM = {"role": "system", "content": " d "}
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_a_named_template_writes_what_its_definition_says(name: str) -> None:
     tokenizer = byte_level_tokenizer(CHAT_TEMPLATES[name])
-    assert tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == WRITTEN[name]
+    alone, after_system = WRITTEN[name]
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == alone
+    if after_system is None:
+        with pytest.raises(jinja2.TemplateError, match="turns must be"):
+            tokenizer.apply_chat_template([SYSTEM, *TURNS], tokenize=False)
+    else:
+        assert tokenizer.apply_chat_template([SYSTEM, *TURNS], tokenize=False, add_generation_prompt=True) == after_system
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_a_named_template_learns_the_answers_and_drops_no_turn(name: str, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(CHAT_TEMPLATES[name])
+
+    def written(file: str, rows: list[dict[str, Any]]) -> TokenizedCorpus:
+        data_set = {"path": str(write_jsonl(tmp_path / file, rows)), "loss_on": "assistant-content"}
+        return tokenize(read_data(json.dumps([data_set]), DataOptions(), has_decoder=False).documents, tokenizer)
+
+    answers = ["short trees", "rivers\nand roads", "north?"]
+    data = written("chats.jsonl", [{"messages": [TURNS[0], TURNS[1] | {"content": answer}]} for answer in answers])
+    assert data.labels is not None
+    texts = tokenizer.decode(data.tokens[data.labels != -100]).replace("</s>", "")
+    assert texts.replace(" ", "") == "".join(answers).replace(" ", "")  # a token may begin with the space before an answer
+    for role in ("tool", "developer", "system"):  # turns that few templates write there
+        turns = [*TURNS, {"role": role, "content": "unusual"}, *TURNS]
+        try:
+            text = tokenizer.decode(written(f"{role}.jsonl", [{"messages": turns}]).tokens)
+        except RequestError as error:
+            assert f"{role}.jsonl:1" in str(error) and "\n" not in str(error)
+        else:
+            assert "unusual" in text
 
 
 def test_the_template_of_the_users_tokenizer_stays_and_lengths_follow_the_given_one(model: str, chats: str) -> None:
@@ -83,7 +172,7 @@ def test_a_template_that_writes_no_row_is_named(model: str, tmp_path: Path, capl
 
 
 REFUSED = {
-    "nowhere.jinja": "'nowhere.jinja' is not a file; give a Jinja file, the text of a template, or chatml",
+    "nowhere.jinja": "'nowhere.jinja' is not a file; give a Jinja file, the text of a template, or one of alpaca",
     "": "'' is not a file",
     "x" * 5000: "--chat-template 'xx",
     ".": "'.' is not a file",

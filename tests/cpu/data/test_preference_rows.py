@@ -131,6 +131,7 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # row, opti
     "two systems": ({**CHATS, "prompt": [SYSTEM, ASK], "system": "a"}, {}, "first message of the system"),
     "no shared message": ({"chosen": [GOOD], "rejected": [BAD]}, {}, "do not begin with the same prompt"),
     "another prompt": ({"prompt": "why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, {}, "is no message that chosen"),
+    "prompt as text": ({"prompt": "why?", "chosen": [GOOD], "rejected": [BAD]}, {}, 'prompt holds the text "why?"'),
     "text and messages": ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, {}, "give texts, or lists of messages"),
     "weights": ({**CHATS, "chosen": [GOOD | {"weight": 0}]}, {}, "weight 0 in an answer"),
     "role": ({**CHATS, "chosen": [{"role": "bot", "content": "a"}]}, {}, "has role"),

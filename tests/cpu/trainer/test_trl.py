@@ -66,6 +66,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "dpo, adapter": ("DPO", preferences, {"peft_config": lora}),
     "reward": ("Reward", preferences, {}),
     "kto": ("KTO", judgements, {}),
+    "kto, adapter": ("KTO", judgements, {"peft_config": lora}),
+    "kto, reference computed before": ("KTO", judgements, {"precompute_ref_log_probs": True, "undesirable_weight": 1.5}),
 }
 
 
@@ -153,12 +155,15 @@ def test_a_batch_whose_rows_are_compared_stays_whole(model: Path, tmp_path: Path
     assert max(differences) > 1e-3, differences
 
 
-def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("case", ["sft, completions", "kto"])
+def test_a_run_is_saved_resumed_and_loaded(
+    case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {**PLANNED, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    whole = make_trainer(upshift.trl, case, model, tmp_path / "run", **options)
     whole.train()
     assert "upshift: plan: fp32" in capsys.readouterr().err
-    resumed = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    resumed = make_trainer(upshift.trl, case, model, tmp_path / "run", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (resumed, whole)]
     assert len(losses[0]) == 6 and losses[0] == losses[1]
@@ -262,11 +267,38 @@ def test_upshift_before_the_library_is_refused(model: Path, tmp_path: Path) -> N
     assert type("Kept", (trl.SFTTrainer, upshift.Trainer), {})(model=str(model), args=config, train_dataset=texts())
 
 
+def test_an_experimental_trainer_is_found_by_its_name_and_gets_a_plan(model: Path, tmp_path: Path) -> None:
+    orpo = pytest.importorskip("trl.experimental.orpo", reason="this TRL has no ORPOTrainer")
+
+    def trained(library: Any, name: str, **of_upshift: Any) -> Any:
+        config = orpo.ORPOConfig(
+            str(tmp_path / name), report_to="none", use_cpu=True, max_steps=10, logging_steps=1, seed=7, save_strategy="no",
+            disable_tqdm=True, bf16=False, per_device_train_batch_size=4, learning_rate=1e-4,
+        )  # fmt: skip
+        trainer = library.ORPOTrainer(
+            model=transformers.AutoModelForCausalLM.from_pretrained(model),
+            args=config,
+            train_dataset=preferences(),
+            processing_class=transformers.AutoTokenizer.from_pretrained(model),
+            **of_upshift,
+        )
+        trainer.train()
+        return trainer
+
+    ours = trained(upshift.trl, "ours", **PLANNED)
+    check_same(ours, trained(orpo, "theirs"))
+    assert isinstance(ours, orpo.ORPOTrainer) and upshift.trl.ORPOTrainer is type(ours)
+    plan = ours.upshift_choice.plan
+    assert ours.upshift_choice.planning is not None and plan.per_device_train_batch_size == 8  # answers; prompts are in them
+    with pytest.raises(AttributeError, match="no 'UnheardOfTrainer'.*SFTTrainer and those of trl.experimental"):
+        _ = upshift.trl.UnheardOfTrainer
+
+
 def test_names() -> None:
     assert {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer"} <= set(dir(upshift.trl))
     first = upshift.trl.SFTTrainer
     assert upshift.trl.SFTTrainer is first and issubclass(first, trl.SFTTrainer) and issubclass(first, upshift.Trainer)
-    with pytest.raises(AttributeError, match="SFTConfig.*it has .*SFTTrainer"):
+    with pytest.raises(AttributeError, match="SFTConfig.*it has .*SFTTrainer.* trl has the rest"):
         _ = upshift.trl.SFTConfig
 
 

@@ -152,6 +152,21 @@ def test_rows_are_those_of_the_entries_if_each_is_learned_once_and_of_the_calls_
         find_rows([batch], model, lambda batch: StepCalls())
 
 
+def test_a_text_that_the_loss_leaves_out_is_no_row() -> None:
+    """As in ORPO: a prompt has entries of its own beside two answers that begin with it."""
+    model = causal()
+    batch = {"prompt_input_ids": tokens(2, 3), "chosen_input_ids": tokens(2, 5), "rejected_input_ids": tokens(2, 6)}
+
+    def unreadable(batch: Any) -> StepCalls:
+        raise InseparableRows("the calls could not be counted")
+
+    learned = StepCalls([ModelCall({"input_ids": tokens(4, 6)}, True, False)])
+    rows = find_rows([batch], model, lambda batch: learned)
+    assert rows.batches[0]["input_ids"].shape == (4, 6) and (rows.num_at_once, rows.frees_attention) == (4, False)
+    assert find_rows([batch], model, unreadable).num_rows == 6
+    assert find_rows([{"input_ids": tokens(2, 6)} | batch], model, unreadable).num_rows == 2
+
+
 def test_the_model_keeps_its_attention_if_it_reads_more_than_padding() -> None:
     model = bare_encoder()
     mask = torch.ones(2, 3, dtype=torch.long)

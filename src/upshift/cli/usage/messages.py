@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -12,6 +13,7 @@ import typer
 
 from upshift.cli.usage.help_page import is_option, long_name, shown_parameters, usage_line
 from upshift.errors import RequestError
+from upshift.planning.search.space import settable_fields
 from upshift.text import did_you_mean
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
@@ -147,7 +149,7 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
         return MissingValue(f"{path} needs {words}; see {path} --help")
     if kind == "NoSuchOption":
         names = [name for other in command.params if is_option(other) for name in other.opts]
-        return RequestError(f"{path} has no option {option}{did_you_mean(option, names)}; see {path} --help-all")
+        return RequestError(f"{path} has no option {option}{_likely_meant(option, names)}; see {path} --help-all")
     if kind == "BadOptionUsage":
         return WrongValue(_usage_of_option(command, option, path))
     if parameter is not None and parameter.name in values:
@@ -157,6 +159,19 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
             return WrongValue(f"{long_name(parameter)} {value} is not {expected_number(annotation)}; see {path} --help")
     message = str(error.format_message()).rstrip(".")
     return RequestError(f"{message[:1].lower()}{message[1:]}; see {path} --help")
+
+
+def _likely_meant(option: str, names: Sequence[str]) -> str:
+    """Return ``; did you mean NAME?`` for an option that does not exist, or an empty text.
+
+    An option of another library may have more words than ours (``--num_train_epochs``), or be a field of ``--set``."""
+    words = re.split("[-_]+", option.strip("-"))
+    field = "_".join(words)
+    if "--set" in names and field in settable_fields():
+        return f"; did you mean --set {field}=VALUE?"
+    dashed = f"--{'-'.join(words)}"
+    near = [dashed] if dashed in names else [name for name in names if set(name[2:].split("-")) < set(words)]
+    return f"; did you mean {' or '.join(near[:2])}?" if near else did_you_mean(option, names)
 
 
 def _usage_of_option(command: Any, name: str, path: str) -> str:

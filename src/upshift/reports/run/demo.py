@@ -39,7 +39,9 @@ def write_demo_page(result: Any, path: Path) -> Path:
         path,
         RunPage(
             title="Upshift demo",
-            summary=f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
+            summary=f"In the trials no plan was faster than the plain default: {label}. Both runs have this plan."
+            if result.chose_the_default
+            else f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
             facts=_facts(result),
             comparison=(
                 _comparison("plain default", "default", baseline.measured),

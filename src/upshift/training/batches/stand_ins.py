@@ -159,7 +159,8 @@ def find_rows(batches: Sequence[Batch], model: nn.Module, record: Callable[[Batc
     """Return the rows of the batches: those of their entries, if the loss learns from each of these texts once.
 
     ``record`` returns the calls of the transformers model for a batch. It is called if the entries do not tell enough: they
-    hold no tokens, or ``model`` has other modules around that model. Raise InseparableRows if no rows can be counted.
+    hold no tokens, or several tokens, of which the loss may leave out some (a prompt beside two answers that begin with it), or
+    ``model`` has other modules around that model. Raise InseparableRows if no rows can be counted.
     """
     part = planned_part(model)
     try:
@@ -168,10 +169,15 @@ def find_rows(batches: Sequence[Batch], model: nn.Module, record: Callable[[Batc
         if not isinstance(base_of(part), PreTrainedModel):
             raise
         rows = None
-    if rows is not None and part is model:
+    if rows is not None and part is model and TOKENS in batches[0]:
         return WholeRows(rows, len(rows[0][TOKENS]))
     _check_share(model, part)
-    first = record(batches[0])
+    try:
+        first = record(batches[0])
+    except InseparableRows:
+        if rows is None or part is not model:
+            raise
+        return WholeRows(rows, len(rows[0][TOKENS]))
     if rows is None or first.num_trained != len(rows[0][TOKENS]):
         rows = stand_ins_of_calls([first, *map(record, batches[1:MAX_RECORDED])], part)
     num_at_once = first.num_at_once
@@ -180,7 +186,7 @@ def find_rows(batches: Sequence[Batch], model: nn.Module, record: Callable[[Batc
         num_at_once,
         num_parts=math.ceil(first.num_trained / num_at_once),
         num_untrained=first.num_untrained,
-        frees_attention=all(call.has_padding_alone for call in first.calls),
+        frees_attention=part is not model and all(call.has_padding_alone for call in first.calls),
     )
 
 

@@ -246,7 +246,7 @@ def _pair_of_chats(
         before = []
     else:
         num_shared = _num_shared(*answers)
-        if num_shared == 0:
+        if num_shared == 0 and prompt is None:
             raise _no_shared_prompt(place)
         before = answers[0][:num_shared]
         answers = [messages[num_shared:] for messages in answers]

@@ -237,6 +237,8 @@ def read_corpus(
     else:
         documents, evaluation = _open_files(path, selection, pattern, is_evaluation=is_evaluation)
     first = documents.first()
+    if first is None and rows is not None and not rows.is_whole:
+        raise RequestError(f"{path}: the range of rows in its split holds no document; name another, such as train[:10%]")
     if first is None:
         raise RequestError(
             f"{path} holds no documents ({documents.num_empty} empty, {len(documents.binary)} not UTF-8 text); "
@@ -360,7 +362,12 @@ class _ColumnChooser:
         if not columns.is_chat:
             return read_document(row, columns, place)
         reader = self._selection.reader
-        return read_chat(row, columns, place) if reader is None else reader.read(reader.rename(row, place), columns, place)
+        if reader is None:
+            return read_chat(row, columns, place)
+        renamed = reader.rename(row, place)
+        if not renamed:
+            raise _nothing_to_read(row, place)
+        return reader.read(renamed, columns, place)
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
@@ -402,16 +409,24 @@ class _ColumnChooser:
         empty = [field.name for field in schema if kinds.is_null(field.type)]
         columns = self.choose(schema.names, empty, origin)
         reader = self._selection.reader
-        if columns.is_chat and reader is not None:
-            return reader.needed_of(schema.names, columns)
         if columns.is_chat:
-            return columns.of_chat(schema.names)
+            needed = columns.of_chat(schema.names) if reader is None else reader.needed_of(schema.names, columns)
+            if not needed:  # of another form than the files before it; Arrow reads no rows if it reads no columns
+                raise _nothing_to_read(schema.names, origin)
+            return needed
         if columns.name not in schema.names:
             raise RequestError(f"{origin} has no column {columns.name!r}; {list_columns(schema.names)}; name one that holds text")
         if is_text(schema.field(columns.name).type):
             return [columns.name]
         lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
         return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
+
+
+def _nothing_to_read(names: Collection[str], origin: str) -> RequestError:
+    """Return the error about a file or a row without any of the columns that are read."""
+    return RequestError(
+        f"{origin} has none of the columns that are read; {list_columns(names)}; give it those of the others, or leave it out"
+    )
 
 
 def rows_of_files(files: tuple[Path, ...], kind: Kind, choose_columns: ChooseColumns) -> Iterator[Row]:

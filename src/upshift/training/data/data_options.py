@@ -127,7 +127,7 @@ def _read_chat_template(template: str | Path) -> str:
         return CHAT_TEMPLATES[text]
     if any(mark in text for mark in TEMPLATE_MARKS):
         return text
-    advice = f"give a Jinja file, the text of a template, or {' or '.join(CHAT_TEMPLATES)}"
+    advice = f"give a Jinja file, the text of a template, or one of {', '.join(CHAT_TEMPLATES)}"
     shown = repr(text[:200])
     try:
         is_file = bool(text) and Path(text).is_file()
