@@ -24,7 +24,7 @@ from typing import Any
 
 import leave_one_out
 from published_page import PAGE
-from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
+from published_programs import choices_of, config_of, program_of, recomputed_way
 
 from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
@@ -138,7 +138,7 @@ def layout_of(row: dict[str, Any]) -> Layout:
         pipeline_schedule=SCHEDULES.get((row["schedule"] or "1f1b").lower(), "1f1b"),  # type: ignore[arg-type]
         virtual_stages=row["virtual_stages"] or 1, expert_parallel=row["expert_parallel"] or 1,
     )  # fmt: skip
-    return with_program(layout, program_of(row))
+    return program_of(row).layout_of(layout)
 
 
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
@@ -417,7 +417,8 @@ def main(arguments: list[str] | None = None) -> int:
         left_out_rows = leave_one_out.read_rows()
         ratios = leave_one_out.left_out_ratios(left_out_rows)
         page = PAGE.format(
-            left_out=leave_one_out.sentence(ratios),
+            left_out=leave_one_out.sentence(left_out_rows, ratios),
+            intervals=leave_one_out.interval_table(ratios),
             left_out_table=leave_one_out.table(left_out_rows, ratios, markdown=True),
             summary=summary(scored),
             speed=speed_table(scored, markdown=True),

@@ -64,6 +64,7 @@ FIGURES = (
     Figure(name="unseen-rows", of=Source(row="summary", value="details.left_one_out.all.rows")),
     Figure(name="unseen-median", of=Source(row="summary", value="details.left_one_out.all.median"), scale=100),
     Figure(name="unseen-near", of=Source(row="summary", value="details.left_one_out.all.near"), scale=100),
+    Figure(name="unseen-inside", of=Source(row="summary", value="details.left_one_out.all.inside"), scale=100),
 )
 CELLS = ("{rows:.0f}", "{mean:.0%}", "{median:.0%}", "{worst:.0%}", "{bias:+.0%}")
 TABLES = (
@@ -104,10 +105,10 @@ TABLES = (
     ),
     Table(
         name="unseen",
-        header=("tokens/s, by source", "rows", "median", "bias", "within 30%"),
+        header=("tokens/s, by source", "rows", "median", "bias", "within 30%", "in interval"),
         of="summary",
         each="details.left_one_out",
-        cells=("{rows:.0f}", "{median:.0%}", "{bias:+.0%}", "{near:.0%}"),
+        cells=("{rows:.0f}", "{median:.0%}", "{bias:+.0%}", "{near:.0%}", "{inside:.0%}"),
     ),
     Table(
         name="models",
@@ -321,14 +322,15 @@ def tables(scores: list[Score]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def left_one_out(scores: list[Score]) -> dict[str, dict[str, float]]:
-    """Return the figures of each source's speeds, by factors that did not see it."""
-    rows = [
-        leave_one_out_inference.Row(score.row["source"], score.predicted, score.measured, score.seconds)
+def speed_rows(scores: list[Score]) -> list[leave_one_out_inference.Row]:
+    """Return the speeds whose seconds are known by term."""
+    return [
+        leave_one_out_inference.Row(
+            score.row["source"], score.predicted, score.measured, score.seconds, score.row["engine"].split(" (")[0]
+        )
         for score in scores
         if score.seconds is not None
     ]
-    return leave_one_out_inference.summaries(rows)
 
 
 def worst(scores: list[Score], count: int) -> list[str]:
@@ -365,16 +367,19 @@ def main(arguments: list[str] | None = None) -> int:
     taus = {"tau": tau, "pairs": pairs, "held_out_tau": held_out_tau, "held_out_pairs": held_out_pairs}
     made = tables(scores)
     case = Case("published_inference", options.results, detect(), options.quick, {"rows": len(rows)})
-    unseen = left_one_out(scores)
-    details = {**made, **taus, "left_out": dict(left_out), "left_one_out": unseen}
+    judged = speed_rows(scores)
+    unseen = leave_one_out_inference.summaries(judged)
+    intervals = leave_one_out_inference.intervals(judged)
+    details = {**made, **taus, "left_out": dict(left_out), "left_one_out": unseen, "intervals": intervals}
     case.add("summary", plan={}, measured=None, details=details)
     for name, groups in made.items():
         cells = [[of, f"{one['rows']}", *(f"{one[key]:+.0%}" for key in SHOWN)] for of, one in groups.items()]
         print(format_table((name, "rows", *SHOWN), cells), end="\n\n")
     cells = [
-        [of, f"{one['rows']}", f"{one['median']:.0%}", f"{one['bias']:+.0%}", f"{one['near']:.0%}"] for of, one in unseen.items()
+        [of, f"{one['rows']}", f"{one['median']:.0%}", f"{one['bias']:+.0%}", f"{one['near']:.0%}", f"{one['inside']:.0%}"]
+        for of, one in unseen.items()
     ]
-    print(format_table(("each source left out", "rows", "median", "bias", "within 30%"), cells), end="\n\n")
+    print(format_table(("each source left out", "rows", "median", "bias", "within 30%", "in interval"), cells), end="\n\n")
     print("\n".join(worst(scores, options.worst)))
     for why, count in sorted(left_out.items(), key=lambda item: -item[1]):
         print(f"left out {count}: {why}")

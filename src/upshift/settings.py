@@ -238,6 +238,11 @@ def environment_for_rank(rank: AssignedRank) -> dict[str, str]:
     return {**os.environ, OWN_RANK: rank.to_json()}
 
 
+def environment_for_local_rank(local_rank: int) -> dict[str, str]:
+    """Return the environment for a process that takes this GPU of those that this process may use, as transformers reads it."""
+    return {**os.environ, "LOCAL_RANK": str(local_rank)}
+
+
 def take_assigned_rank() -> AssignedRank | None:
     """Return the rank that Upshift gave to this process, and remove it: processes that this one starts are no ranks."""
     text = os.environ.pop(OWN_RANK, None)

@@ -63,13 +63,14 @@ def test_describe_reads_every_form(data: st.DataObject, nodes: int, name: str, u
     forms = {name: (1, 1), f"{gpus}x{name}": (1, gpus), f" {nodes}x{gpus}x{name}\n": (nodes, gpus)}
     for text, counts in forms.items():
         host = describe(text.upper() if upper else text)
-        assert (host.num_nodes, host.gpus_per_node) == counts
+        assert (host.num_nodes, host.gpus_per_node) == counts or is_of_racks(name, counts)
         assert host.num_devices == counts[0] * counts[1]
         assert host.gpu == GPUS[ALIASES.get(name, name)].gpu
         assert host.device == DEVICE[host.gpu.backend]
         assert host.num_nodes > 1 or host.inter_node is None
         assert ("inter_node" in host.origin) == (host.num_nodes > 1)
-        assert (host.intra_node is None) == (counts[1] == 1 or (name == "mi250-gcd" and counts[1] > 2))
+        unknown = name == "gh200-96gb" or (name == "mi250-gcd" and counts[1] > 2)  # no source names a link between them
+        assert (host.intra_node is None) == (host.gpus_per_node == 1 or unknown)
 
 
 @given(st.data(), st.integers(2, 999), accelerators, st.sampled_from([*PORTS]), st.none() | st.integers(1, 999), st.booleans())
@@ -86,9 +87,22 @@ def test_describe_reads_the_link_between_nodes(
     assert host.inter_node.name == f"{ports}x {PORTS[port].name}"
     assert host.inter_node.latency_seconds is None
     assert host.origin["inter_node"].startswith("described")
-    assert host.changed(inter_node=None, name="", origin={}) == describe(text.partition("@")[0]).changed(
-        inter_node=None, name="", origin={}
-    )
+    without = describe(text.partition("@")[0])
+    same = host.changed(inter_node=None, name="", origin={}) == without.changed(inter_node=None, name="", origin={})
+    assert same or is_of_racks(name, (nodes, gpus))
+
+
+def is_of_racks(name: str, counts: tuple[int, int]) -> bool:
+    """Whether NVLink joins the nodes of a host to some racks, which are its nodes then."""
+    fabric = GPUS[ALIASES.get(name, name)].fabric
+    return fabric is not None and fabric.name == "NVLink" and fabric.spans_nodes and counts[0] * counts[1] > fabric.largest
+
+
+@pytest.mark.parametrize(("text", "counts"), [("36x4xgb200", (2, 72)), ("64x4xgb200", (4, 64)), ("20x4xgb200", (2, 40))])
+def test_trays_of_several_racks_are_racks(text: str, counts: tuple[int, int]) -> None:
+    host = describe(text)
+    assert (host.num_nodes, host.gpus_per_node) == counts and "NVLink joins" in host.origin["num_nodes"]
+    assert describe(f"{text}@ib-ndr").gpus_per_node == 4  # the user says what joins them
 
 
 @given(accelerators, st.text(max_size=20))
@@ -390,7 +404,7 @@ def test_fabrics(text: str, link: str, gb_s: float) -> None:
         ("2x8xb200", 400, "DGX B200"),
         ("18x4xgb200", 3600, "NVLink joins up to 72"),  # the trays of one rack
         ("2x72xgb200", 3600, "DGX GB200"),
-        ("36x4xgb200", 200, "DGX GB200"),
+        ("36x4xgb200", 3600, "DGX GB200"),  # the trays of two racks
         ("2x8xmi300x", 400, "MI300 series"),
         ("2x8xgaudi-2", 300, "HLS-2"),
         ("2x8xgaudi-3", 600, "HLS-3"),

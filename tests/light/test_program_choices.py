@@ -11,7 +11,9 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
+from upshift.planning.cost.communication import Transfer, Volumes
 from upshift.planning.cost.loss_head import apply_loss_kernel, bytes_per_word
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.parallel_trace import expert_parallel_trace
 from upshift.planning.cost.partition import deciding_stages, share_of
 from upshift.planning.cost.segments import fused_trace, plan_trace, saved_bytes_per_token
@@ -56,6 +58,36 @@ def test_master_weights_take_6_bytes_a_parameter_and_12_divided() -> None:
     plain = plan_of(Layout(fully_shard="optimizer", shard_size=8))
     assert share_of(PROFILE, plain, deciding_stages(PROFILE, plain)[0]).weights == 4.0 * total
     assert peak(plan) < peak(plain)
+
+
+def gradients_of(plan: Plan) -> tuple[Transfer, ...]:
+    return Volumes(PROFILE, plan, deciding_stages(PROFILE, plan)[0], Memo()).gradients()
+
+
+def test_gradients_in_bf16_take_4_bytes_a_parameter_and_16_divided() -> None:
+    """The same guide, "fp16 param, fp16 grads": 4 + 16 / d. The last 4 / d are fp32 copies while a rank updates its part."""
+    masters = Layout(fully_shard="optimizer", shard_size=8, master_weights=True)
+    plan, total = plan_of(masters.model_copy(update={"bf16_gradients": True})), PROFILE.parameters.total
+    share = share_of(PROFILE, plan, deciding_stages(PROFILE, plan)[0])
+    assert share.weights + share.gradients == 4.0 * total
+    assert share.optimizer + share.workspace == pytest.approx(16.0 * total / 8, rel=1e-6)
+    with_fp32 = plan_of(masters)
+    assert peak(plan) < peak(with_fp32)
+    reduced = [
+        sum(transfer.num_bytes for transfer in gradients_of(one) if transfer.operation == name)
+        for one in (plan, with_fp32)
+        for name in ("reduce_scatter", "all_gather")
+    ]
+    assert reduced == [2.0 * total, 2.0 * total, 4.0 * total, 2.0 * total]
+
+
+def test_gradients_in_bf16_are_for_programs_that_sum_them_so() -> None:
+    text = ("bf16_gradients=true",)
+    with pytest.raises(RequestError, match="bf16_gradients=true is not possible with Upshift; use false"):
+        parse_fixed(text, HOST, PROFILE, WORKLOAD)
+    megatron = WORKLOAD.changed(program="megatron")
+    found = search(HOST, PROFILE, megatron, fixed=parse_fixed(text, HOST, PROFILE, megatron)).candidates
+    assert found and all(one.plan.layout.bf16_gradients and one.plan.layout.master_weights for one in found)
 
 
 def test_experts_that_ranks_share_are_divided_among_fewer() -> None:

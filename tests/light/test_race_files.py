@@ -104,7 +104,7 @@ def race_in(
             yield ANSWERED.changed(setup=setup, largest_difference=difference)
 
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setattr(race_module, "stream_runs", answer)
     monkeypatch.setenv("UPSHIFT_CACHE", str(folder / "cache"))
     policy = RacePolicy(quality, Limits(), 1.0)

@@ -14,11 +14,23 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
-from upshift.cli.options import Engine, Json, MaxLatency, Model, OnRay, Overwrite, Quality, RaceSeconds, WorkerReplicas, option
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.options import (
+    Engine,
+    Json,
+    MaxLatency,
+    Model,
+    OnRay,
+    Overwrite,
+    Quality,
+    RaceSeconds,
+    TensorParallel,
+    WorkerReplicas,
+    option,
+)
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.importing import importing
-from upshift.inference.workers.options import WorkerOptions, encoding_workers
+from upshift.inference.workers.options import WorkerOptions, encoding_workers, refuse_ranks
 from upshift.settings import wait_briefly
 
 Input = Annotated[
@@ -62,6 +74,7 @@ def command(
     max_latency_ms: MaxLatency = None,
     race_seconds: RaceSeconds = None,
     replicas: WorkerReplicas = None,
+    tensor_parallel: TensorParallel = None,
     on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -69,15 +82,16 @@ def command(
     """Turn texts, images or sounds into vectors, or texts or pairs of texts into scores. Tests the installed engines on some of
     the input, and uses the fastest one."""
     wait_briefly()
+    refuse_ranks("encode")
     from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
     from upshift.inference.media.files import holds_media
     from upshift.inference.weights import find_weights
 
     longest_race: float | Literal["run"] = "run" if race_seconds is None else race_seconds
-    media_options = MediaOptions(quality, engine, longest_race, overwrite, as_json)
     workers = WorkerOptions(replicas, on_ray)
+    media_options = MediaOptions(quality, engine, longest_race, workers, overwrite, as_json)
     if holds_media(texts):
-        refuse_options(query, task, max_latency_ms, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel)
         encode_media(model, texts, output, media_options)
         return
     check_files(texts, output, overwrite=overwrite)
@@ -89,12 +103,12 @@ def command(
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
-        refuse_options(query, task, max_latency_ms, workers)
+        refuse_options(query, task, max_latency_ms, tensor_parallel)
         encode_media(model, texts, output, media_options)
         return
     arguments: dict[str, Any] = {
         "model": model, "quality": quality, "engine": engine, "max_latency_ms": max_latency_ms, "race_seconds": longest_race,
-        **({} if has_pairs else {"task": checked_task}),
+        "tensor_parallel": tensor_parallel or 1, **({} if has_pairs else {"task": checked_task}),
     }  # fmt: skip
     _encode_texts(arguments, texts, query, output, workers, has_pairs=has_pairs, as_json=as_json)
 
@@ -116,17 +130,20 @@ def _encode_texts(
         check_form(output, encoder.config.output)
         total = count_lines(texts)
         encoder.check_lengths(read_items(texts, query))
-    with encoding_workers(encoder, workers, arguments) as pool:
+    with encoding_workers(encoder, workers, arguments, total) as pool:
         with tables.step("Racing the installed engines on a sample of the texts"):
             sample = encoder.take_sample(lambda count: pick_evenly_from_stream(read_items(texts, query), total, count), total)
             (pool or encoder).prepare_sample(sample, total)
         start = time.perf_counter()
         num_encoded = _encode(encoder, pool, texts, query, output, total)
-    _report(encoder, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
+    copies = None if pool is None else pool.size
+    _report(encoder, copies, output, total, num_encoded, time.perf_counter() - start, as_json=as_json)
 
 
-def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: float, *, as_json: bool) -> None:
-    """Print the race, and how many texts were encoded in how many seconds."""
+def _report(
+    encoder: Any, copies: int | None, output: Path, total: int, num_encoded: int, seconds: float, *, as_json: bool
+) -> None:
+    """Print the race, and how many texts were encoded in how many seconds. ``copies``: of the model, that shared the texts."""
     race: Any = encoder.race
     if as_json:
         document = {
@@ -139,7 +156,7 @@ def _report(encoder: Any, output: Path, total: int, num_encoded: int, seconds: f
     if race.runs:
         tables.out.print(_encode_race_table(race))
     print_race_notes(race, "texts/s")
-    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens{describe_copies(copies)}")
     rate = f", {num_encoded / seconds:,.0f} a second" if num_encoded and seconds else ""
     tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 

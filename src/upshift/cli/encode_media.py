@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from upshift.cli import tables
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.errors import RequestError
 from upshift.importing import importing
-from upshift.inference.workers.options import WorkerOptions, refuse_workers
+from upshift.inference.workers.options import LEAST_MEDIA, WorkerOptions, encoding_workers
 
 BLOCK = 256  # items between two records of the progress
+LEAST_BLOCK = 16  # items that a worker computes together
 UNIT = "items/s"
 
 
@@ -25,14 +26,16 @@ class MediaOptions(NamedTuple):
     quality: str
     engine: str | None
     race_seconds: float | Literal["run"]
+    workers: WorkerOptions
     overwrite: bool
     as_json: bool
 
 
-def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None, workers: WorkerOptions) -> None:
+def refuse_options(query: str | None, task: str | None, max_latency_ms: float | None, tensor_parallel: int | None) -> None:
     """Raise RequestError for an option that is set and that images and sounds do not have."""
-    refuse_workers(workers, "images and sounds are encoded in one process")
-    for option, value in (("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms)):
+    for option, value in (
+        ("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms), ("--tensor-parallel", tensor_parallel),
+    ):  # fmt: skip
         if value is not None:
             raise RequestError(f"{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
 
@@ -40,7 +43,7 @@ def refuse_options(query: str | None, task: str | None, max_latency_ms: float | 
 def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:
     """Encode the images and sounds of a folder or of JSON lines. Refuse bad files before the model is loaded."""
     from upshift.inference.encoding.files import check_vector_output
-    from upshift.inference.media.files import read_media
+    from upshift.inference.media.files import read_media, with_whole_paths
     from upshift.inference.weights import find_weights
     from upshift.loading.media_files import check_media
 
@@ -49,17 +52,23 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     check_media(items)
     find_weights(model)
     with importing():
-        from upshift.inference.media.encoder import MediaEncoder
+        from upshift.inference.media.encoder import SAMPLE_ITEMS, MediaEncoder
+        from upshift.inference.race.types import pick_evenly
 
-    with tables.step("Racing the installed engines on a sample of the files"):
-        encoder = MediaEncoder(
-            model, quality=options.quality, engine=options.engine, race_seconds=options.race_seconds, on_run=run_printer(UNIT)
-        )
+    arguments: dict[str, Any] = {
+        "model": model, "quality": options.quality, "engine": options.engine, "race_seconds": options.race_seconds,
+    }  # fmt: skip
+    with tables.step("Reading the model"):
+        encoder = MediaEncoder(**arguments, on_run=run_printer(UNIT))
         encoder.check(items)
-        encoder.prepare(items)
-    start = time.perf_counter()
-    num_encoded = _encode(encoder, path, items, output)
-    seconds = time.perf_counter() - start
+    with encoding_workers(encoder, options.workers, arguments, len(items), least=LEAST_MEDIA) as pool:
+        with tables.step("Racing the installed engines on a sample of the files"):
+            sample = pick_evenly(with_whole_paths(items), SAMPLE_ITEMS)
+            (pool or encoder).prepare_sample(sample, len(items))
+        start = time.perf_counter()
+        num_encoded = _encode(encoder, pool, path, items, output)
+        seconds = time.perf_counter() - start
+        copies = describe_copies(None if pool is None else pool.size)
     race: Any = encoder.race
     if options.as_json:
         document = {
@@ -72,14 +81,15 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     if race.runs:
         tables.out.print(race_table(race, "batch", UNIT, {"load s": lambda run: f"{run.load_seconds:.1f}"}))
     print_race_notes(race, UNIT)
-    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,}")
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,}{copies}")
     rate = f", {num_encoded / seconds:,.1f} a second" if num_encoded and seconds else ""
     tables.out.print(f"{len(items):,} rows in {output} ({num_encoded:,} encoded now{rate})")
 
 
-def _encode(encoder: Any, path: Path, items: list[Any], output: Path) -> int:
+def _encode(encoder: Any, workers: Any, path: Path, items: list[Any], output: Path) -> int:
     """Encode the items. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows
+    from upshift.inference.media.files import with_whole_paths
     from upshift.inference.resumable_output import output_identity, read_blocks
     from upshift.inference.weights import files_identity
 
@@ -91,8 +101,10 @@ def _encode(encoder: Any, path: Path, items: list[Any], output: Path) -> int:
     num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:
         update(num_resumed, len(items))
-        for block in read_blocks(iter(items), size=BLOCK, skip=num_resumed):
-            rows.add(encoder.rows(block))
+        size = BLOCK if workers is None else workers.block_size(len(items), BLOCK, least=LEAST_BLOCK)
+        blocks = read_blocks(iter(with_whole_paths(items)), size=size, skip=num_resumed)
+        for results in map(encoder.rows, blocks) if workers is None else workers.encode(blocks, "rows"):
+            rows.add(results)
             update(rows.done, len(items))
         rows.finish()
     return int(rows.done - num_resumed)

@@ -27,17 +27,25 @@ from upshift.cli.options import (
     Overwrite,
     Quality,
     RaceSeconds,
+    TensorParallel,
     WorkerReplicas,
     option,
     read_generation_settings,
     read_settings_of,
 )
-from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
-from upshift.inference.resumable_output import first_record
-from upshift.inference.workers.options import WorkerOptions, generation_workers, refuse_workers
+from upshift.inference.resumable_output import count_lines, first_record
+from upshift.inference.workers.options import (
+    LEAST_MEDIA,
+    WorkerOptions,
+    encoding_workers,
+    generation_workers,
+    refuse_ranks,
+    refuse_workers,
+)
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
 from upshift.versions import installed_version
@@ -80,7 +88,7 @@ Chat = Annotated[
 Draft = Annotated[
     str | None,
     option(
-        "--draft", text="A smaller model that guesses tokens, which MODEL checks. Needs --engine torch or vllm.",
+        "--draft", text="A smaller model that guesses tokens, which MODEL checks. Needs --engine torch, openvino or vllm.",
         panel=Panel.ENGINES, metavar="MODEL", default="none",
     ),
 ]  # fmt: skip
@@ -101,11 +109,12 @@ Form = Annotated[
 NOT_OF_BATCHES = {  # the parameters that a batch of requests does not take
     "prompt": "--prompt", "max_new_tokens": "--max-new-tokens", "stop": "--stop", "seed": "--seed", "chat": "--chat",
     "engine_python": "--engine-python", "engine_settings": "--engine-set", "replicas": "--replicas", "on_ray": "--ray",
-    "backend": "--backend",
+    "tensor_parallel": "--tensor-parallel", "backend": "--backend",
 }  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 SOUND_BLOCK = 32  # sounds between two records of the progress
-TAKEN_BY_SOUNDS = ("model", "prompts", "output", "max_new_tokens", "overwrite", "as_json")
+LEAST_SOUNDS = 8  # that a worker computes together
+TAKEN_BY_SOUNDS = ("model", "prompts", "output", "max_new_tokens", "replicas", "on_ray", "overwrite", "as_json")
 UNSET: tuple[Any, ...] = ([], "plain", "exact", "race")  # the defaults of the other parameters, beside None and False
 UNLIKE_FLAGS = {"options": "--set", "form": "--format", "engine_settings": "--engine-set", "on_ray": "--ray"}
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
@@ -133,6 +142,7 @@ def command(
     max_memory: MaxMemory = None,
     race_seconds: RaceSeconds = None,
     replicas: WorkerReplicas = None,
+    tensor_parallel: TensorParallel = None,
     on_ray: OnRay = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -140,6 +150,7 @@ def command(
     """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
     given = dict(locals())
     wait_briefly()
+    refuse_ranks("generate")
     if prompts is not None and _holds_sounds(prompts):
         _transcribe(given)
         return
@@ -148,15 +159,14 @@ def command(
     generation_options = _merge_options(options or [], flags)
     race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
-        "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft,
+        "race_seconds": race_seconds, "engine_python": engine_python, "draft": draft, "tensor_parallel": tensor_parallel,
         "engine_arguments": read_settings_of("--engine-set", engine_settings or [], example="tensor_parallel_size=2"),
     }  # fmt: skip
     if form == BATCH_FORM and prompts is not None and output is not None:
         _answer_batch(model, prompts, output, race_options, generation_options, as_json=as_json)
         return
-    workers = WorkerOptions(replicas, on_ray)
     if backend != "race":
-        refuse_workers(workers, "--backend xla computes in one process")
+        refuse_workers(WorkerOptions(replicas, on_ray), "--backend xla computes in one process")
         generate_xla.check(backend, {**race_options, "stop": stop})
         generate_xla.run(
             model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=generation_options, as_json=as_json
@@ -168,7 +178,7 @@ def command(
         _stream(generator, prompt, generation, as_json=as_json)
         return
     assert prompts is not None and output is not None
-    with generation_workers(generator, workers, arguments) as pool:
+    with generation_workers(generator, WorkerOptions(replicas, on_ray), arguments, count_lines(prompts)) as pool:
         _generate_file(generator, prompts, output, generation, pool, as_json=as_json)
 
 
@@ -195,7 +205,7 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     _refuse_for_sounds(given)
     model, prompts, output = given["model"], given["prompts"], given["output"]
     max_new_tokens = given["max_new_tokens"]
-    from upshift.inference.media.files import read_media
+    from upshift.inference.media.files import read_media, with_whole_paths
     from upshift.inference.resumable_output import UnfinishedLines, check_output, output_identity
     from upshift.inference.weights import files_identity, find_weights
     from upshift.loading.media_files import check_media
@@ -217,12 +227,20 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     identity = output_identity(inputs, transcriber.source, files, repr(max_new_tokens))
     start = time.perf_counter()
     seconds_of_sound = 0.0
-    with closing(UnfinishedLines(output, len(items), identity)) as lines, tables.bar("Transcribing") as update:
+    workers = WorkerOptions(given["replicas"], given["on_ray"])
+    arguments = {"model": model, "max_new_tokens": max_new_tokens}
+    with (
+        encoding_workers(transcriber, workers, arguments, len(items), least=LEAST_MEDIA) as pool,
+        closing(UnfinishedLines(output, len(items), identity)) as lines,
+        tables.bar("Transcribing") as update,
+    ):
         num_resumed = lines.done
-        for begin in range(num_resumed, len(items), SOUND_BLOCK):
-            update(begin, len(items))
-            block = items[begin : begin + SOUND_BLOCK]
-            transcripts = list(transcriber.transcribe(block))
+        size = SOUND_BLOCK if pool is None else pool.block_size(len(items), SOUND_BLOCK, least=LEAST_SOUNDS)
+        blocks = [items[begin : begin + size] for begin in range(num_resumed, len(items), size)]
+        given_blocks = map(with_whole_paths, blocks)
+        results = map(transcriber.write_down, given_blocks) if pool is None else pool.encode(given_blocks, "write_down")
+        for block, transcripts in zip(blocks, results, strict=True):
+            update(lines.done, len(items))
             seconds_of_sound += sum(transcript.seconds for transcript in transcripts)
             lines.add(
                 {"audio": item.content, "text": found.text, "tokens": len(found.tokens), "seconds": round(found.seconds, 3)}
@@ -314,6 +332,7 @@ def _generator_arguments(model: str, race_options: Mapping[str, Any], *, chat: b
         "chat": chat,
         "max_memory": read_max_memory(race_options["max_memory"]),
         "race_seconds": "run" if longest_race is None else longest_race,
+        "tensor_parallel": race_options["tensor_parallel"] or 1,
     }
 
 
@@ -409,11 +428,11 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, wo
         }  # fmt: skip
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    _print_race(generator)
+    _print_race(generator, None if workers is None else workers.size)
     tables.out.print(f"{total:,} answers in {output} ({num_generated:,} now, {num_tokens / seconds:,.0f} tokens/s)")
 
 
-def _print_race(generator: Any) -> None:
+def _print_race(generator: Any, copies: int | None) -> None:
     race = generator.race
     if race.runs:
         tables.out.print(_generate_race_table(race))
@@ -421,7 +440,7 @@ def _print_race(generator: Any) -> None:
     if race.divided is not None:
         dim(race.divided)
     print_race_notes(race, "tokens/s")
-    tables.out.print(f"Chosen: {race.chosen.label()}, {race.chosen.batch} at once")
+    tables.out.print(f"Chosen: {race.chosen.label()}, {race.chosen.batch} at once{describe_copies(copies)}")
 
 
 def _answer_fields(completion: Any) -> dict[str, Any]:

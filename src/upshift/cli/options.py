@@ -267,7 +267,14 @@ WorkerReplicas = Annotated[
     int | None,
     option(
         "--replicas", text="Copies of the model that share the work, each on its part of the cores or on GPUs of its own.",
-        panel=Panel.ENGINES, metavar="N", default="1; with --ray one for each GPU or host", least=1,
+        panel=Panel.ENGINES, metavar="N", default="one for each GPU, or host of --ray, if the file is long", least=1,
+    ),
+]  # fmt: skip
+TensorParallel = Annotated[
+    int | None,
+    option(
+        "--tensor-parallel", text="GPUs, or groups of cores, that share each layer. Uses the engine torch.", panel=Panel.ENGINES,
+        metavar="N", default="1: each device has the whole model", least=1,
     ),
 ]  # fmt: skip
 OnRay = Annotated[

@@ -302,6 +302,13 @@ def run_printer(unit: str) -> Callable[[Any], None]:
     return print_run
 
 
+def describe_copies(copies: int | None) -> str:
+    """Return how many copies of the model shared the work, after a comma. None: the command's own process did it."""
+    if copies is None:
+        return ""
+    return f", {copies} {'copies' if copies > 1 else 'copy'} of the model"
+
+
 def race_table(race: Any, batch: str, unit: str, task_columns: Mapping[str, Callable[[Any], str]]) -> Table:
     """Return a row for each engine and precision that ran, the fastest first, at its best batch.
 

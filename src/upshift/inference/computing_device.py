@@ -39,17 +39,25 @@ def free_memory(host: Host) -> int | None:
     return None if device is None else device.free_memory_bytes
 
 
-def reference_precision(source: ModelSource, host: Host) -> Precision:
-    """Return the precision of transformers at the start of a race: fp32, or 16 bits on a GPU that is too small for fp32."""
-    free_bytes = free_memory(host)
+def reference_precision(source: ModelSource, host: Host, tensor_parallel: int = 1) -> Precision:
+    """Return the precision of transformers at the start of a race: fp32, or 16 bits on GPUs that are too small for fp32.
+
+    ``tensor_parallel`` GPUs share the model."""
+    free_bytes = _free_for_model(host, tensor_parallel)
     if host.gpu is None or free_bytes is None or needed_memory(source, "fp32") <= free_bytes:
         return "fp32"
     return "fp16" if host.supports("bf16") is False else "bf16"
 
 
-def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
-    """Raise NothingFits if the reference, with which every race begins, does not fit into the free memory."""
+def _free_for_model(host: Host, tensor_parallel: int) -> int | None:
+    """Return the free bytes of the devices that share a model. Ranks on a CPU share its memory."""
     free_bytes = free_memory(host)
+    return free_bytes if free_bytes is None or host.gpu is None else free_bytes * tensor_parallel
+
+
+def check_room(source: ModelSource, host: Host, reference: Precision, tensor_parallel: int = 1) -> None:
+    """Raise NothingFits if the reference, with which every race begins, does not fit into the free memory of the devices."""
+    free_bytes = _free_for_model(host, tensor_parallel)
     needed_bytes = needed_memory(source, reference)
     if free_bytes is not None and needed_bytes > free_bytes:
         raise NothingFits(

@@ -131,9 +131,15 @@ class EngineSetup(Value):
     batch: int = Field(gt=0, description="tokens of a batch of texts, with padding; or sequences that are generated at once")
     hint: Hint = Field("throughput", description="throughput: several batches share the cores; latency: one batch has all cores")
     environment: EngineEnvironment | None = Field(None, description="of an engine that runs in a Python environment of its own")
+    tensor_parallel: int = Field(1, gt=0, description="devices that share each layer")
 
     def label(self) -> str:
-        return f"{self.engine} {self.precision}"
+        devices = f" on {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
+        return f"{self.engine} {self.precision}{devices}"
+
+    def of_a_rank(self) -> EngineSetup:
+        """Return the setup of each of the ranks that share the model and the cores."""
+        return self.changed(threads=max(self.threads // self.tensor_parallel, 1), tensor_parallel=1)
 
 
 class EngineFactory(NamedTuple):
@@ -176,9 +182,9 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         ("torch",),
         "",
         {
-            "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
+            "encode": EngineFactory("torch_engine:build_encoder", ("fp32", "tf32", "bf16"), ON_GPU),
             "media": EngineFactory("torch_media:TorchMediaEngine", ("fp32", "tf32", "bf16"), ON_GPU),
-            "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
+            "generate": EngineFactory("torch_decoder:build_decoder", ("fp32", "bf16"), ON_GPU),
             "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
             "states": EngineFactory("torch_decoder:TorchStatesDecoder", ("fp32", "bf16"), ON_GPU),
             "as-transformers": EngineFactory("torch_generate:TransformersDecoder", ("fp32", "bf16"), ON_GPU),
@@ -297,6 +303,7 @@ def contestants(
     stored: tuple[EngineName, ...] = (),
     reference: Precision = "fp32",
     environment: EngineEnvironment | None = None,
+    tensor_parallel: int = 1,
 ) -> list[EngineSetup]:
     """Return the setups of all engines that can run the model, installed or not, the reference first.
 
@@ -312,22 +319,33 @@ def contestants(
         stored: the engines that can load weights that are quantized already, the reference first. Empty: the weights are plain.
         reference: precision of the reference, transformers in torch.
         environment: of the engine that has its own.
+        tensor_parallel: devices that share each layer. Above 1, only transformers in torch divides a model.
     """
     device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
-    base = EngineSetup(engine="torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
+    base = EngineSetup(
+        engine="torch",
+        precision="stored",
+        device=device,
+        threads=threads,
+        batch=batch,
+        hint=hint,
+        tensor_parallel=tensor_parallel,
+    )
     if stored:
         computes_exactly = environment is not None and environment.arguments.dtype == "float32"
         return [
             _stored_setup(task, base, name, environment)
             for name in stored
-            if name == stored[0] or not exact or not ENGINES[name].has_environment or computes_exactly
+            if name == stored[0] or (tensor_parallel == 1 and (not exact or computes_exactly))
         ]
     excluded = _excluded_precisions(host, exact=exact, reference=reference)
     setups = []
     for name, spec in ENGINES.items():
         factory = spec.factories.get(task)
         if factory is None or factory.needs in excluded or (spec.has_environment and environment is None):
+            continue
+        if tensor_parallel > 1 and name != base.engine:
             continue
         precisions = [
             precision for precision in factory.precisions_on(device) if precision == reference or precision not in excluded

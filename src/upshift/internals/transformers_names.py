@@ -77,6 +77,12 @@ COMPILE_TEMPLATE = Internal(
 # Declarations of a model.
 NO_SPLIT = Internal("transformers", "PreTrainedModel._no_split_modules", "Profiles of a model")
 WHOLE_MODULES = Mark("transformers", "transformers.modeling_utils:_no_split_modules", "Placing a model on several devices")
+DIVISION = Internal(
+    "transformers",
+    "transformers.distributed.configuration_utils:DistributedConfig",
+    "encode and generate with --tensor-parallel",
+    "leave it out",
+)
 TENSOR_PLAN = Mark("transformers", "transformers.modeling_utils:_tp_plan", TENSOR, TENSOR_INSTEAD)
 SUPPORTS_BACKEND = Internal("transformers", "PreTrainedModel._supports_attention_backend", CONTEXT, CONTEXT_INSTEAD)
 ATTENTION = Internal("transformers", "PretrainedConfig._attn_implementation", "Choosing a model's attention kernel")

@@ -25,6 +25,7 @@ class Layout(Value):
     master_weights: bool = Field(
         False, description="weights in bf16, gradients summed in fp32; the fp32 weights are divided with the optimizer's state"
     )
+    bf16_gradients: bool = Field(False, description="beside master_weights: gradients are summed in bf16, too")
     overlap: bool = Field(True, description="gradients and weights are exchanged while others are computed")
     tensor_parallel: int = Field(1, gt=0, description="ranks that share every layer's matrices")
     sequence_parallel: bool = Field(False, description="these ranks also share the tokens between the matrices")
@@ -60,7 +61,7 @@ class Layout(Value):
     def label(self) -> str:
         """Return a short text such as ``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
         stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}
-        master = " master weights" * self.master_weights
+        master = " master weights" * self.master_weights + " bf16 gradients" * self.bf16_gradients
         parts = [f"{stages[self.fully_shard]} {self.shard_size}{master}"] if self.fully_shard != "no" else []
         if self.tensor_parallel > 1:
             gathered = " gathered again" * self.gather_again

@@ -22,6 +22,7 @@ Compile = Literal["off", "layer", "model"]
 HostMemory = Literal["system", "keep"]
 WeightOffload = Literal["none", "host", "disk"]
 LossKernel = Literal["eager", "compiled", "fused"]
+Rounding = Literal["stochastic", "nearest"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
@@ -99,6 +100,7 @@ class Plan(Value):
         "eager", description="compiled: fp32 logits are never in memory; fused: nor are gradients beside the logits"
     )
     loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
+    rounding: Rounding = Field("stochastic", description="of updates of bf16 weights; nearest: as other programs round them")
     num_processes: int = Field(1, gt=0, description="ranks: one for each GPU, or each share of a CPU's cores")
     layout: Layout = Field(Layout(), description="how they share the job; unset: each has its own part of the batch")
     threads_per_process: int = Field(1, gt=0, description="CPU threads of each process")
@@ -150,6 +152,11 @@ class Plan(Value):
         return "bf16-pure" if is_pure else "bf16"
 
     @property
+    def rounds_to_nearest(self) -> bool:
+        """Return whether updates of bf16 weights are rounded to the nearest value, as torch's own optimizers do."""
+        return self.precision == "bf16-weights" and self.rounding == "nearest"
+
+    @property
     def parameter_bytes(self) -> int:
         return 2 if self.precision == "bf16-weights" else 4
 
@@ -168,6 +175,7 @@ class Plan(Value):
             (self.loss_kernel != "eager", "other", f"{self.loss_kernel} loss"),
             (self.loss_chunk_tokens > 0, "other", "chunked loss"),
             (self.packing, "other", "packed"),
+            (self.rounds_to_nearest, "other", "rounded to nearest"),
             (self.host_memory != "system", "other", "keep memory"),
             (self.weight_offload != "none", "other", f"weights on {self.weight_offload}"),
             (self.activation_offload, "other", "activations on host"),

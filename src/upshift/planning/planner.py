@@ -22,6 +22,7 @@ from upshift.planning.analysis.explain import Reason, describe_value, reasons, s
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
+from upshift.planning.program import OWN, check_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of, with_wider_intervals
 from upshift.planning.search.search import search
@@ -166,8 +167,10 @@ def plan_training(
     check_device(host, source)
     if fixes_weight_offload(fixed) and not described:
         host = with_disk_rate(host, source)
+    check_program(workload.program, host, has_adapter=source.adapter is not None)
     check_fixed(fixed, host, source, workload)
-    calibration = NO_RECORDS if described else read_calibration(host)
+    is_here = not described and workload.program == OWN
+    calibration = read_calibration(host) if is_here else NO_RECORDS
     make_profile = partial(profiler, source, sequence_length=workload.sequence_length, progress=progress)
 
     def search_with(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
@@ -175,8 +178,8 @@ def plan_training(
         deciding = ("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)
         is_recomputation_free = not any(assignment.startswith(deciding) for assignment in fixed)
         is_memory_short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-        has_selective = profile.is_estimated or not profile.declares.gradient_checkpointing
-        if is_memory_short and is_recomputation_free and not has_selective:
+        can_choose = profile.declares.gradient_checkpointing and len(workload.runs_in.granularities) > 1
+        if is_memory_short and is_recomputation_free and can_choose and not profile.is_estimated:
             return _search(make_profile, host, workload, fixed, calibration, selective=True)
         return profile, ranking
 
@@ -288,10 +291,13 @@ def _leaner_options(plan: Plan, workload: Workload) -> str:
 
     Ranks that divide the model save no quantized state in parts, and update nothing in the backward pass.
     """
-    names = ["bf16-weights"] if plan.num_processes > 1 else ["bf16-weights", "8bit-optimizer"]
-    names = [name for name in names if name not in workload.allow]
+    program = workload.runs_in
+    leaner = {"bf16-weights": ("precision", "bf16-weights"), "8bit-optimizer": ("optim", "adamw_bnb_8bit")}
+    names = [name for name, choice in leaner.items() if program.has(*choice) and name not in workload.allow]
+    if plan.num_processes > 1:
+        names = [name for name in names if name != "8bit-optimizer"]
     options = f"--allow {','.join((*workload.allow, *names))}, " if names else ""
-    if plan.num_processes == 1 and workload.clips_gradients:
+    if plan.num_processes == 1 and workload.clips_gradients and program.has("optimizer_in_backward", True):
         options += "--max-grad-norm 0 (updates in the backward pass), "
     return f"{options}or " if options else ""
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
+from upshift.planning.program import OWN, PROGRAMS, Program, ProgramName
 from upshift.value import Value
 
 
@@ -238,6 +239,12 @@ class Workload(Value):
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
     risk: float | None = Field(None, gt=0, lt=0.5, description="accepted probability of running out; None: 5 % of memory is left")
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")
+    program: ProgramName = Field(OWN, description="the program that trains")
+
+    @property
+    def runs_in(self) -> Program:
+        """Return what is known about the program that trains."""
+        return PROGRAMS[self.program]
 
     @property
     def longest(self) -> int:

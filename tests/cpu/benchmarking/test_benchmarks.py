@@ -21,6 +21,8 @@ from upshift.benchmarking.claims import find_case
 from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect
+from upshift.planning.cost.uncertainty import GPU_STEP_INTERVALS
+from upshift.planning.inference.plan import PROGRAMS
 from upshift.planning.inference.time import StepTime
 from upshift.planning.search.simplicity import PAIR_ERROR
 from upshift.record import Record
@@ -156,6 +158,30 @@ def test_a_source_is_judged_by_factors_that_did_not_see_it(case: Callable[[str],
     fitted = module.left_out_ratios([own, slow])["a"][0]
     unfitted = module.left_out_ratios([own, slow._replace(is_limited=True)])["a"][0]
     assert fitted < unfitted == pytest.approx(own.ratio(module.unseen_factors("a")))
+
+
+def test_printed_intervals_are_those_of_the_errors(case: Callable[[str], ModuleType]) -> None:
+    """Of training they are computed from the published rows, of inference they stand in the row of the last run."""
+    module = case("leave_one_out")
+    ratios = module.left_out_ratios(module.read_rows())
+    for program, printed in GPU_STEP_INTERVALS.items():
+        found = module.interval(ratios, module.SAME_FACTS.get(program, program), is_new_kind=False)
+        assert found == pytest.approx(printed, abs=0.01), program
+    summary = read_rows(module.ROWS.with_name("published_inference.jsonl"))[-1]
+    intervals = {program: engine.interval for program, engine in PROGRAMS.items()}
+    assert {name: pytest.approx(bounds, abs=0.01) for name, bounds in summary.details["intervals"].items()} == intervals
+
+
+def test_an_interval_knows_nothing_of_the_source_that_it_judges(case: Callable[[str], ModuleType]) -> None:
+    module = case("leave_one_out")
+    terms = {"matrix products": 1.0}
+    rows = [module.Row(source, (8, 0), 100.0, 100.0, terms) for source in "ab" for _ in range(20)]
+    ratios = {"a": [1.1] * 20, "b": [0.9] * 20}
+    assert module.covered(rows, ratios) == {"a": [False] * 20, "b": [False] * 20}
+    low, high = module.interval(ratios, "any", is_new_kind=False)
+    assert low == pytest.approx(0.9) and high == pytest.approx(1.1)
+    wider = module.interval(ratios, "any", is_new_kind=True)
+    assert wider[0] < low and wider[1] > high
 
 
 def test_quick_plans_agree_where_nothing_fits(case: Callable[[str], ModuleType]) -> None:

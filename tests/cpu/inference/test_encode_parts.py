@@ -375,7 +375,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     """Contestants that are made up: each batch twice as fast, and twice as slow for who waits, as the one before."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine != "onnxruntime")
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
 
     def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
@@ -410,7 +410,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     """In the race openvino is in front, with either batch; whenever they run again ctranslate2 is."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino", "ctranslate2"))
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     raced = {("openvino", 256): 100.0, ("openvino", 512): 99.0, ("ctranslate2", 512): 98.0}
     finals: list[str] = []
@@ -446,7 +446,7 @@ def test_a_short_run_does_not_wait_for_a_race(tmp_path: Path, monkeypatch: pytes
     """What takes transformers 10 us, no engine can do faster with a race. Later calls would use the result, and race."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
 
     def ran(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skipped]:
@@ -479,7 +479,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     """Expected to be twice as fast as 1 text a second and 1.6 times, after compiling for 30 s: it saves 75 s of 200, 0.4 of 1."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "torch-compiled", "openvino"))
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
 
@@ -543,7 +543,7 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(race_module.PACKAGES, "generate", "of_a_race")
     monkeypatch.setattr(race_module, "is_available", lambda setup: True)
-    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     made = [EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)]
     precisions: tuple[Precision, ...] = ("fp32", "int8-weights", "int8", "int4-weights", "int4")
     made += [made[0].changed(engine="openvino", precision=precision) for precision in precisions]

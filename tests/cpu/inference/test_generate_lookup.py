@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import upshift
 from upshift.errors import RequestError
 from upshift.inference.generation.batching import decode
-from upshift.inference.generation.draft import DraftModel
+from upshift.inference.generation.draft import DraftModel, find_draft, load_draft
 from upshift.inference.generation.options import read_options
 from upshift.inference.generation.prompt_lookup import MAX_MATCH, PAUSE_PASSES, TRIAL_PASSES, Lookup, find_continuation
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -136,10 +136,11 @@ class CountingDraft(DraftModel):
         return guess
 
 
-def test_a_draft_model_guesses_what_it_would_write(made: dict[str, str]) -> None:
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_a_draft_model_guesses_what_it_would_write(made: dict[str, str], engine: str) -> None:
     """One text after the other, longer ones, shorter ones and others: each guess is transformers' own greedy text."""
     model = made["llama"]
-    draft = DraftModel(find_weights(model), EngineSetup(engine="torch", precision="fp32", threads=1, batch=4))
+    draft = DraftModel(find_weights(model), EngineSetup(engine=engine, precision="fp32", threads=1, batch=4))
     (text,) = by_transformers(model, ids_of(PROMPTS[1:], model))
     (prompt,) = ids_of(PROMPTS[1:], model)
     texts = [prompt, [*prompt, *text[:1]], [*prompt, *text[:4]], prompt[:2], [9, 8, 7], [9, 8, 7], [9, 8, 1, 2], prompt]
@@ -158,10 +159,11 @@ def test_the_text_is_that_without_a_draft_model(made: dict[str, str], tmp_path: 
             assert generator.generate([prompt], max_new_tokens=NEW)[0].tokens == tokens
 
 
-def test_a_draft_model_that_guesses_right_saves_passes(made: dict[str, str]) -> None:
-    model, decoder = made["llama"], decoder_of(made["llama"], "torch")
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_a_draft_model_that_guesses_right_saves_passes(made: dict[str, str], engine: str) -> None:
+    model, decoder = made["llama"], decoder_of(made["llama"], engine)
     (prompt,) = ids_of(PROMPTS[1:], model)
-    draft = CountingDraft(find_weights(model), EngineSetup(engine="torch", precision="fp32", threads=1, batch=4))
+    draft = CountingDraft(find_weights(model), EngineSetup(engine=engine, precision="fp32", threads=1, batch=4))
     options = read_options(read_defaults(find_weights(model)), {"max_new_tokens": NEW})
     passes = []
     extend = decoder.extend
@@ -171,13 +173,23 @@ def test_a_draft_model_that_guesses_right_saves_passes(made: dict[str, str]) -> 
     assert draft.guessed == sum(passes) - len(passes) and len(passes) < NEW / 3
 
 
+def test_an_engine_that_cannot_check_guesses_is_refused(made: dict[str, str]) -> None:
+    model = made["gemma2, sliding"]
+    source = find_weights(model)
+    with pytest.raises(RequestError, match="keeps its keys and values in states there"):
+        find_draft(model, source, None, "openvino")
+    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=4)
+    with pytest.raises(RequestError, match="computes one token at a time"):
+        load_draft(source, source, setup, decoder_of(model, "nothing"))
+
+
 def test_drafts_that_cannot_guess_are_refused(made: dict[str, str], upshift: Command, tmp_path: Path) -> None:
     other = shutil.copytree(made["llama"], tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(other)
     for text, draft, *words in (
-        ("add one of them", made["llama"]), ("add one of them", made["llama"], "--engine", "openvino"),
+        ("add one of them", made["llama"]), ("add one of them", made["llama"], "--engine", "torch-compiled"),
         ("nowhere", "nowhere", "--engine", "torch"), ("has other tokens", other, "--engine", "torch"),
     ):  # fmt: skip
         answer = upshift("generate", made["llama"], "--prompt", "a", "--draft", draft, *words)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from decimal import Context, Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import transformers
 from command import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from test_media import saved, write_sound
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +26,7 @@ from upshift.inference import registry
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.workers import text_workers
 from upshift.inference.workers.dispatcher import Answer, Dispatcher, Job, Task
+from upshift.inference.workers.options import encoding_workers
 from upshift.inference.workers.process_pool import ProcessPool
 from upshift.inference.workers.ray_pool import RayPool
 from upshift.inference.workers.worker import Worker
@@ -142,6 +146,7 @@ def save(folder: Path, model: transformers.PreTrainedModel) -> str:
 def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
     factories = {
         "encode": registry.EngineFactory("torch_engine:TorchEngine", ("fp32",)),
+        "media": registry.EngineFactory("torch_media:TorchMediaEngine", ("fp32",)),
         "generate": registry.EngineFactory("torch_decoder:TorchDecoder", ("fp32",)),
     }
     monkeypatch.setattr(registry, "ENGINES", {"torch": registry.ENGINES["torch"]._replace(factories=factories)})
@@ -154,8 +159,8 @@ SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_atte
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of 200 texts, for which workers are in this process."""
     monkeypatch.setattr(text_workers, "ProcessPool", OwnPool)
-    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas)
-    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas)
+    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas or 1)
+    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas or 1)
     path = tmp_path / "texts.txt"
     path.write_text("".join(f"text {'x' * (number % 7)} {number}\n" for number in range(200)))
     return path
@@ -197,6 +202,44 @@ def test_replicas_write_the_rows_of_one_process(texts: Path, upshift: Command, t
         assert answer.code == 0, answer.err
     alone, shared = (np.load(tmp_path / f"{name}.npy") for name in ("alone", "shared"))
     assert alone.shape == (200, 32) and np.abs(alone - shared).max() < 1e-5
+
+
+def test_replicas_read_the_sounds_of_one_process(
+    texts: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors and texts of sounds that are named relative to the command's own folder."""
+    del texts  # workers are in this process
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "model", "wav2vec2")
+    letters = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *map(chr, range(97, 123))])}
+    (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
+    transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "model" / "vocab.json")).save_pretrained(tmp_path / "model")
+    for number in range(20):
+        write_sound(tmp_path / f"{number}.wav", np.sin(np.arange(4_000) * 0.02 * (number + 1)) * 20_000)
+    (tmp_path / "sounds.jsonl").write_text("".join(f'{{"audio": "{number}.wav"}}\n' for number in range(20)))
+    for name, options in {"alone": (), "shared": ("--replicas", 3)}.items():
+        encode = upshift("encode", "model", "--input", "sounds.jsonl", "--output", f"{name}.npy", "--engine", "torch", *options)
+        assert encode.code == 0, encode.err
+        write = upshift("generate", "model", "--prompts", "sounds.jsonl", "--output", f"{name}.jsonl", *options)
+        assert write.code == 0, write.err
+    assert Path("shared.jsonl").read_text() == Path("alone.jsonl").read_text()
+    alone, shared = (np.load(f"{name}.npy") for name in ("alone", "shared"))
+    assert alone.shape == (20, 32) and np.abs(alone - shared).max() < 1e-6
+    assert len({row.tobytes() for row in alone}) == 20
+
+
+def test_a_long_file_is_shared_by_a_copy_for_each_device(
+    texts: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices, and as many texts as pay for two copies, or one text less."""
+    monkeypatch.setattr("upshift.hardware.replicas.count_replicas", lambda replicas, devices=1: replicas or 2)
+    monkeypatch.setattr(text_workers, "count_replicas", lambda replicas, devices=1: replicas or 2)
+    model = save(tmp_path / "model", transformers.BertModel(transformers.BertConfig(**SMALL)))
+    ask = ("encode", model, "--input", texts, "--output", tmp_path / "rows.npy", "--engine", "torch", "--overwrite")
+    for least, copies, flags in ((100, 2, ()), (101, None, ()), (100, None, ("--replicas", 1))):
+        monkeypatch.setattr("upshift.cli.encode.encoding_workers", partial(encoding_workers, least=least))
+        answer = upshift(*ask, *flags)
+        assert answer.code == 0 and (f"{copies} copies of the model" in answer.out) == (copies is not None), answer.err
 
 
 def test_workers_that_are_not_possible_are_one_line(texts: Path, upshift: Command, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from upshift.models.source import ModelSource, find_model
 from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, plain_default
-from upshift.planning.row_sharing import warning_about_splits, why_not_isolated
+from upshift.planning.search.constraints import warning_about_splits, why_not_isolated
 from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed

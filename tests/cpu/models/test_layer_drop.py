@@ -19,7 +19,7 @@ from upshift.models.source import find_model
 from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.constraints import why_not_isolated
 from upshift.training.hf_trainer.choose_plan import check_layer_drop
 
 SIZES = {"vocab_size": 96, "num_attention_heads": 4, "max_position_embeddings": 128}

@@ -17,7 +17,7 @@ from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile_cache import check_token_ids, isolation_of
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
-from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.constraints import why_not_isolated
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import layout_for
 from upshift.training.batches.model_objective import find_objective

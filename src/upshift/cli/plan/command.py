@@ -47,6 +47,7 @@ from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
+from upshift.hardware.spec import Host
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.analysis.what_if import hint_at_allow
@@ -55,6 +56,7 @@ from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
+from upshift.planning.program import OWN, read_program
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -89,8 +91,8 @@ AllowAny = Annotated[
 Risk = Annotated[
     float | None,
     option(
-        "--risk", text="The probability of running out of memory that you accept, between 0 and 0.5.", panel=Panel.PLAN,
-        metavar="X", default="leave 5 % of the memory free", least=ABOVE_ZERO, most=0.5,
+        "--risk", text="The accepted probability of running out of memory, from 0 to 0.5.", panel=Panel.PLAN,
+        metavar="X", default="keep 5 % free", least=ABOVE_ZERO, most=0.5,
     ),
 ]  # fmt: skip
 Train = Annotated[bool, option("--train", text="Plan a training run. This is the default.", panel=Panel.TASK)]
@@ -124,7 +126,7 @@ def command(
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
-    rows: Rows = None, html: Html = None, as_json: Json = False,
+    program: exchange.Program = None, rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     quick.check_options(context, quick=is_quick)
@@ -136,7 +138,7 @@ def command(
         target = exchange.write_target(write, serves=True)
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length, quick=is_quick)
         allowed, fixed = split_names(allow), tuple(set_ or ())
-        inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
+        inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed, program)
         plan_inference.run(model, inference, plan_inference.Output(rows, as_json, target), on=on, fixed=fixed, is_quick=is_quick)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
@@ -154,7 +156,7 @@ def command(
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options),
+        lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
@@ -171,7 +173,7 @@ def command(
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
     answers.print(sample_unit(planning.profile))
-    tables.out.print(f"Next: {exchange.next_command(context, model, host)}", soft_wrap=True, highlight=False)
+    exchange.print_next_command(context, model, planning)
 
 
 def _write_page(html: Path | None, planning: Planning, model: str) -> None:
@@ -243,6 +245,15 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
+def _print_host_notes(host: Host) -> None:
+    """Print how many nodes are planned as one, and the network between nodes that the user did not name."""
+    if (joined := host.origin.get("num_nodes", "described")) != "described" and host.num_nodes > 1:
+        tables.dim(f"{host.name} is planned as {host.num_nodes}x{host.gpus_per_node}: {joined}")
+    network = host.origin.get("inter_node")
+    if host.num_nodes > 1 and network is not None:
+        tables.dim(f"Between nodes: {network}")
+
+
 def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed: tuple[str, ...] = ()) -> None:
     if adapter is not None:
         tables.out.print(adapter, highlight=False)
@@ -252,11 +263,11 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     pairs = " pairs" if workload.rows_together > 1 else ""
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
-    network = host.origin.get("inter_node")
-    if host.num_nodes > 1 and network is not None:
-        tables.dim(f"Between nodes: {network}")
+    _print_host_notes(host)
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
+    if workload.program != OWN:
+        tables.out.print(f"Predicted for {workload.runs_in.title} (--program {workload.program})", highlight=False)
     ranking.print_plans(planning, rows=rows)
     if planning.preference is not None:
         tables.out.print(f"{planning.preference}\n", highlight=False)

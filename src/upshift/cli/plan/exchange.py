@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +16,9 @@ from upshift.cli.options import command_line_options, option
 from upshift.cli.plan.questions import Request
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import NothingFits, RequestError
-from upshift.hardware.spec import Host
 from upshift.models.source import AdapterOptions
 from upshift.planning.planner import Planning
+from upshift.planning.program import OWN
 from upshift.planning.programs.job import Inexpressible, Job, trainer_arguments
 from upshift.planning.programs.write import (
     SERVERS,
@@ -36,6 +38,13 @@ Write = Annotated[
         text=f"Write the plan for {', '.join(TRAINERS)} or {', '.join(SERVERS)}.",
     ),
 ]  # fmt: skip
+Program = Annotated[
+    str | None,
+    option(
+        "--program", panel=Panel.PLAN, metavar="NAME", default="upshift",
+        text="Plan for a program such as vllm.",
+    ),
+]  # fmt: skip
 From = Annotated[
     Path | None,
     option(
@@ -43,6 +52,7 @@ From = Annotated[
         text="Plan with the choices in this file of accelerate config.",
     ),
 ]  # fmt: skip
+CONFIGURATIONS: Mapping[str, str] = {"transformers": "accelerate", "axolotl": "axolotl"}  # of programs that train
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.
 SAME_IN_TRAINING = (
     "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "sequence_length",
@@ -116,12 +126,31 @@ def _names(assignments: tuple[str, ...]) -> set[str]:
     return {assignment.partition("=")[0].strip() for assignment in assignments}
 
 
-def next_command(context: typer.Context, model: str, host: Host) -> str:
-    """Return the command line that trains by the plan: with the options of this one, on every host if there are several."""
+def print_next_command(context: typer.Context, model: str, planning: Planning) -> None:
+    """Print the command to type next, if there is one."""
+    command = next_command(context, model, planning)
+    if command is not None:
+        tables.out.print(f"Next: {command}", soft_wrap=True, highlight=False)
+
+
+def next_command(context: typer.Context, model: str, planning: Planning) -> str | None:
+    """Return the command line that trains by the plan: with the options of this one, on every host if there are several.
+
+    For another program, return the one that writes its configuration; None if no configuration of it is written.
+    """
     options = command_line_options(context)
+    host = planning.host
+    program = planning.workload.program
+    if program != OWN:
+        target = CONFIGURATIONS.get(program)
+        asked = {name: flag for name, flag in options.items() if name not in ("model", "write")}
+        again = [word for name, flag in asked.items() for word in _words(flag, context.params[name])]
+        return None if target is None else shlex.join(["upshift", "plan", model, *again, "--write", target])
     words = ["upshift"]
     if host.num_nodes > 1:
-        words += ["launch", "--slurm", "--nodes", str(host.num_nodes), "--gpus", str(host.gpus_per_node), "--"]
+        written = re.match(r"(\d+)x(\d+)x", host.name)  # a rack's trays are nodes, although NVLink joins them
+        nodes, gpus = written.groups() if written else (str(host.num_nodes), str(host.gpus_per_node))
+        words += ["launch", "--slurm", "--nodes", nodes, "--gpus", gpus, "--"]
     words += ["train", model]
     for name in SAME_IN_TRAINING:
         if name in options:

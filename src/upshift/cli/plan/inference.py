@@ -21,7 +21,7 @@ from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import CHOICE_KINDS, InferenceWorkload
+from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
@@ -65,7 +65,7 @@ def fill_lengths(
 
 def read_workload(
     generate: bool, encode: bool, generation: tuple[int, int, int | None], sequences: tuple[int, int],
-    limits: tuple[float | None, float | None], allow: tuple[str, ...],
+    limits: tuple[float | None, float | None], allow: tuple[str, ...], program: str | None = None,
 ) -> InferenceWorkload:  # fmt: skip
     """Return the workload of a task.
 
@@ -80,8 +80,17 @@ def read_workload(
         )
     prompt, output, concurrency = generation
     return InferenceWorkload(
-        prompt_length=prompt, output_length=output, concurrency=concurrency, max_ttft_ms=ttft, max_tpot_ms=tpot, allow=allowed
-    )
+        prompt_length=prompt, output_length=output, concurrency=concurrency, max_ttft_ms=ttft, max_tpot_ms=tpot, allow=allowed,
+        program=_read_program(program),
+    )  # fmt: skip
+
+
+def _read_program(name: str | None) -> ProgramName:
+    """Return the program of ``--program``. Raise RequestError for one that serves nothing."""
+    known = next((program for program in PROGRAM_NAMES if program == (name or OWN)), None)
+    if known is None:
+        raise RequestError(f"--program {name!r} is no program that serves; use one of {', '.join(PROGRAM_NAMES)}")
+    return known
 
 
 class Output(NamedTuple):
@@ -151,7 +160,7 @@ def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) 
     tables.out.print(_memory_table(numbers))
     tables.out.print(_reasons_table(planning))
     print_rejected(planning.ranking.rejected)
-    if workload.task == "generate":
+    if workload.task == "generate" and workload.program in (OWN, "vllm"):
         _print_vllm_command(planning, is_stored=is_stored)
     expected_error = "the error for such devices is unknown"
     if numbers.interval is not None:
@@ -161,7 +170,8 @@ def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) 
         tables.out.print(unknown)
     if planning.profile.is_estimated:
         tables.dim(ESTIMATED)
-    tables.dim(f"Predicted, untried: {expected_error}.")
+    program = "" if workload.program == OWN else f" for {workload.program}"
+    tables.dim(f"Predicted{program}, untried: {expected_error}.")
 
 
 def _print_vllm_command(planning: InferencePlanning, *, is_stored: bool) -> None:

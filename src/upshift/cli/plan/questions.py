@@ -73,12 +73,12 @@ FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "risk",
-    "max_grad_norm", "steps", "set_", "allow", "lock", "from_", *OF_SEQUENCES, *LAYOUT_FLAGS,
+    "max_grad_norm", "steps", "set_", "allow", "lock", "from_", "program", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
     "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
-    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS, "write"),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS, "write", "program"),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, "nproc"),  # it counts processes of one host, and the hosts differ
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING, *OF_THE_LOCK),
@@ -147,7 +147,7 @@ Tokens = Annotated[
 Deadline = Annotated[
     str | None,
     option(
-        "--deadline", text="With --compare: the longest time of the run, such as 90min, 72h or 3d.", panel=Panel.QUESTIONS,
+        "--deadline", text="With --compare: the longest run, such as 90min, 72h or 3d.", panel=Panel.QUESTIONS,
         metavar="TIME",
     ),
 ]  # fmt: skip
@@ -381,7 +381,7 @@ def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
         cells += [tables.number(row.money, 2)] if has_money else []
         table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
     tables.out.print(table)
-    for line in (*lines, *memory_notes):
+    for line in (*lines, *comparison.notes, *memory_notes):
         tables.out.print(line, highlight=False)
 
 

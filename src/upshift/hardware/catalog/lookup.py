@@ -211,6 +211,10 @@ def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
             f"host {request.text!r} has {per_node} devices in a node of at most {max_per_node}; write {suggestion}"
         )
     inter_node = _stated_connection(request, num_nodes=nodes, per_node=per_node, devices_prefix=f"{per_node}x")
+    counted = "described"
+    if inter_node is None and (domains := _fabric_domains(facts, nodes, per_node)) < nodes:
+        counted = f"{facts.fabric.name if facts.fabric else 'a link'} joins {nodes // domains} nodes of {per_node} devices to one"
+        nodes, per_node = domains, per_node * nodes // domains
     if inter_node is None and nodes > 1:
         inter_node = interconnect.default_connection(facts, num_nodes=nodes, per_node=per_node)
     intra_node, intra_origin = _intra_node_connection(facts, per_node)
@@ -224,8 +228,8 @@ def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
         inter_node=inter_node.link if inter_node else None,
         host_to_device=host_link,
         origin={
-            "num_nodes": "described",
-            "gpus_per_node": "described",
+            "num_nodes": counted,
+            "gpus_per_node": counted,
             "gpu": source,
             "gpu.memory_bytes": f"table: {MEMORY_ORIGIN[gpu.backend]}",
             "intra_node": intra_origin,
@@ -233,6 +237,15 @@ def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
             **({"inter_node": inter_node.origin} if inter_node else {}),
         },
     )
+
+
+def _fabric_domains(facts: GpuFacts, nodes: int, per_node: int) -> int:
+    """Return into how many equal domains a fabric that joins nodes divides them. All nodes in one domain stay nodes."""
+    fabric = facts.fabric
+    if fabric is None or not fabric.spans_nodes or facts.gpu.backend != "cuda" or nodes * per_node <= fabric.largest:
+        return nodes
+    fewest = math.ceil(nodes * per_node / fabric.largest)
+    return next(count for count in range(fewest, nodes + 1) if nodes % count == 0)
 
 
 def _intra_node_connection(facts: GpuFacts, per_node: int) -> interconnect.Connection:

@@ -33,6 +33,7 @@ class Encoder(RacedModel):
         engine: the only engine to use.
         max_latency_ms: longest time of a batch that runs alone.
         race_seconds: time of the race. "run": no longer than the run of the first call takes.
+        tensor_parallel: devices of this machine that share each layer. Above 1 the engine is "torch".
         on_run: called after each run of the race.
 
     Raises:
@@ -49,6 +50,7 @@ class Encoder(RacedModel):
         engine: str | None = None,
         max_latency_ms: float | None = None,
         race_seconds: RaceSeconds = None,
+        tensor_parallel: int = 1,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self._task = read_task(task)
@@ -58,6 +60,7 @@ class Encoder(RacedModel):
             engine=engine,
             max_latency_ms=max_latency_ms,
             race_seconds=race_seconds,
+            tensor_parallel=tensor_parallel,
             on_run=on_run,
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.computing_device import computing_host
-from upshift.inference.encoding.engines.base import check_encodes
+from upshift.inference.encoding.engines.base import build_empty_encoder, check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.encoding.text_pair import Item
@@ -53,6 +53,7 @@ class RacedModel(ABC):
         engine: the only engine to use.
         max_latency_ms: longest time of a batch that runs alone.
         race_seconds: time of the race. "run": no longer than the run of the first call takes.
+        tensor_parallel: devices of this machine that share each layer. Above 1 the engine is "torch".
         on_run: called after each run of the race.
 
     Raises:
@@ -68,6 +69,7 @@ class RacedModel(ABC):
         engine: str | None = None,
         max_latency_ms: float | None = None,
         race_seconds: RaceSeconds = None,
+        tensor_parallel: int = 1,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
@@ -77,6 +79,13 @@ class RacedModel(ABC):
         self._engine = check_requested_engine("encode", self.source, engine, self.host)
         self.config = self._read_config(self.source)
         check_encodes(self.source, self.config)
+        self._tensor_parallel = tensor_parallel
+        if tensor_parallel != 1:
+            from upshift.inference.tensor_parallel import check_divides
+
+            build_empty = partial(build_empty_encoder, self.source, self.config)
+            check_divides(tensor_parallel, self.source, "encode", engine, self.host, build_empty)
+            self._engine = "torch"
         self.tokenizer = TextTokenizer(self.source, self.config)
         if self.config.output == "token scores":
             self.config = self.config.changed(special=self.tokenizer.special())
@@ -136,7 +145,15 @@ class RacedModel(ABC):
         pad = self.tokenizer.pad
         hint: Hint = "latency" if self.limits else "throughput"
         batches = self._race_batches()
-        contest = Contest(task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint)
+        contest = Contest(
+            task="encode",
+            source=self.source,
+            asked=self.config.to_json(),
+            pad=pad,
+            batches=batches,
+            hint=hint,
+            tensor_parallel=self._tensor_parallel,
+        )
         forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
         policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
         return race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)

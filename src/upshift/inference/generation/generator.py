@@ -12,7 +12,7 @@ from upshift.inference.computing_device import computing_host
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, find_draft, speculative_config
+from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft, load_draft
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_environment, check_supported, find_unsupported
@@ -41,12 +41,13 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, RaceSeconds, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import EngineSetup, Task, build_engine
 from upshift.inference.resumable_output import read_blocks
+from upshift.inference.tensor_parallel import check_divides
 from upshift.inference.weights import check_requested_engine, engine_folder, find_weights, stored_for
+from upshift.loading.load import build_empty_model
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import read_defaults, start_token
 from upshift.models.profile_cache import positions_of
 from upshift.models.sequence_length import check_border
-from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
 SAMPLE_PROMPTS = 8  # prompts of a race
@@ -97,7 +98,8 @@ class Generator:
             larger runs in transformers in its stored precision, partly from the disk.
         race_seconds: time of the race. "run": no longer than the run of the first call takes.
         engine_python: the Python interpreter of an environment that has vLLM. With it, vLLM races, too.
-        draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch" or "vllm".
+        tensor_parallel: devices of this machine that share each layer. Above 1 the engine is "torch".
+        draft: a smaller model that guesses tokens, which the model checks. The engine is then "torch", "openvino" or "vllm".
         adapters: the folders of LoRA adapters that a server's requests may name. Only vLLM computes them.
         serves: a server uses the engine, so that it gives log-probabilities and holds texts to a form.
         engine_arguments: the engine arguments of vLLM to fix, by vLLM's names, such as {"tensor_parallel_size": 2}.
@@ -123,6 +125,7 @@ class Generator:
         engine_arguments: Mapping[str, Any] | None = None,
         serves: bool = False,
         adapters: Sequence[str] = (),
+        tensor_parallel: int = 1,
         draft: str | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
@@ -138,12 +141,19 @@ class Generator:
         self.host = computing_host(stored_for(self.source))
         check_max_memory(self.source, self.host, max_memory)
         self._engine = check_requested_engine(self.task, self.source, engine, self.host, self._environment)
+        self._tensor_parallel = tensor_parallel
+        if tensor_parallel != 1:
+            check_divides(tensor_parallel, self.source, self.task, engine, self.host, lambda: build_empty_model(self.source))
+            self._engine = "torch"
+            self._environment = None  # of vLLM
         if self._environment is not None:
             check_environment(self._environment, self.source, self.host, self._engine, self.quality)
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
-        self._draft = None if draft is None else self._find_draft(draft)
-        if draft is None and self._environment is not None and self._environment.arguments.draft is not None:
+        self._draft = None if draft is None else find_draft(draft, self.source, self.prompts.tokenizer, self._engine)
+        if self._environment is not None and self._draft is not None:
+            self._environment = add_draft(self._environment, self._draft)
+        elif self._environment is not None and self._environment.arguments.draft is not None:
             option = "--engine-set speculative_config: the model"
             find_draft(self._environment.arguments.draft, self.source, self.prompts.tokenizer, "vllm", option=option)
         self.race: Race | None = None
@@ -160,20 +170,6 @@ class Generator:
         self._current_call: object | None = None  # identifies the call whose rows the decoder has
         self._reads_images = False  # whether the fields above are those of prompts with images
         self._other_kind = PromptKind("as-transformers")  # of the prompts that the last call did not have
-
-    def _find_draft(self, model: str) -> ModelSource:
-        """Return the source of the draft model. vLLM gets it as an argument."""
-        draft = find_draft(model, self.source, self.prompts.tokenizer, self._engine)
-        if self._environment is not None:
-            arguments = self._environment.arguments
-            if arguments.speculative_config is not None:
-                raise RequestError(
-                    f"--draft {model} and --engine-set speculative_config are two ways to guess; leave one of them out"
-                )
-            self._environment = self._environment.changed(
-                arguments=arguments.changed(speculative_config=speculative_config(draft))
-            )
-        return draft
 
     def options(self, **arguments: Any) -> GenerationOptions:
         """Return the options of generation. Raise RequestError for an option that is not possible.
@@ -264,6 +260,8 @@ class Generator:
         the weights where both engines are torch. Otherwise an engine is loaded again at each change."""
         if reads_images and self._engine not in (None, "torch"):
             raise RequestError(f"the engine {self._engine} computes text alone; use --engine torch for prompts with images")
+        if reads_images and self._tensor_parallel > 1:
+            raise RequestError(f"--tensor-parallel {self._tensor_parallel} is for prompts of text alone; leave it out for images")
         if reads_images == self._reads_images or self.task == self._other_kind.task:
             return
         if self._decoder is not None:
@@ -283,7 +281,7 @@ class Generator:
         engine = build_engine(self.task, setup.engine, build)
         if setup.environment is None:
             self._decoder = engine
-            self._draft_model = None if self._draft is None else DraftModel(self._draft, setup)
+            self._draft_model = None if self._draft is None else load_draft(self._draft, self.source, setup, engine)
             return
         self.text_engine = engine
         if self._serves:  # requests are then checked against what the engine has
@@ -308,12 +306,15 @@ class Generator:
     def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
         """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""
         exceeds_memory = is_too_large(self.source, self.host, self._max_memory)
-        can_offload = exceeds_memory and self._engine in (None, "torch")
+        can_offload = exceeds_memory and self._engine in (None, "torch") and self._tensor_parallel == 1
         if exceeds_memory and self._max_memory is not None:
             if not can_offload:
+                option = (
+                    f"--engine {self._engine}" if self._tensor_parallel == 1 else f"--tensor-parallel {self._tensor_parallel}"
+                )
                 raise RequestError(
-                    f"--engine {self._engine} runs {self.source.reference!r} in memory alone, and its race takes more than "
-                    "--max-memory; leave out --engine, which then runs partly from the disk, or give more"
+                    f"{option} runs {self.source.reference!r} in memory alone, and its race takes more than --max-memory; leave "
+                    f"out {option.partition(' ')[0]}, so that it runs partly from the disk, or give more"
                 )
             return self._offload(ids, options)
         sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
@@ -328,12 +329,11 @@ class Generator:
             batches=self._batches(len(sample), self._max_rows(ids, options)),
             hint="latency",
             environment=self._racing_environment(options),
+            tensor_parallel=self._tensor_parallel,
         )
-        lengths = [len(prompt) for prompt in sample]
-        forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
-        tokens_to_generate = total * options.new_tokens
+        forecast = partial(forecast_generation, self.source, self.host, [len(prompt) for prompt in sample], task.new_tokens)
         engine = self._engine or (LONG_TEXT_ENGINE if any(map(self._is_beyond, ids)) else None)
-        policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=engine, seconds=self._race_seconds)
+        policy = RacePolicy(self.quality, self.limits, total * options.new_tokens, engine=engine, seconds=self._race_seconds)
         no_room = partial(self._offload, ids, options) if can_offload else None
         return race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
 

@@ -97,19 +97,30 @@ class MediaEncoder:
     def prepare(self, items: Sequence[MediaItem]) -> MediaEncoding:
         """Return the engine that wins a race on some of the items, or that won before."""
         if self._encoding is None:
-            sample = [list(item) for item in pick_evenly(items, SAMPLE_ITEMS)]
-            contest = Contest(
-                task="media",
-                source=self.source,
-                asked=self.config.to_json(),
-                pad=0,
-                batches=BATCHES,
-                hint="throughput",
-            )
-            policy = RacePolicy(self.quality, Limits(), len(items), engine=self._engine, seconds=self._race_seconds)
-            self.race = race(contest, self.host, sample, policy, forecast=lambda: lambda setup: None, on_run=self._on_run)
-            self._encoding = MediaEncoding(self.source, self.config, self.race.chosen)
+            self.prepare_sample(pick_evenly(items, SAMPLE_ITEMS), len(items))
+        assert self._encoding is not None
         return self._encoding
+
+    def prepare_sample(self, sample: Sequence[MediaItem], total: int, *, result: Race | None = None) -> Race:
+        """Return the result of the race on a sample of ``total`` items, or of an earlier race. Load the winner.
+
+        ``result`` is that of a race in another process, and then nothing is raced here."""
+        self.race = result or self._run_race(sample, total)
+        self._encoding = MediaEncoding(self.source, self.config, self.race.chosen)
+        return self.race
+
+    def _run_race(self, sample: Sequence[MediaItem], total: int) -> Race:
+        contest = Contest(
+            task="media",
+            source=self.source,
+            asked=self.config.to_json(),
+            pad=0,
+            batches=BATCHES,
+            hint="throughput",
+        )
+        policy = RacePolicy(self.quality, Limits(), total, engine=self._engine, seconds=self._race_seconds)
+        rows = [list(item) for item in sample]
+        return race(contest, self.host, rows, policy, forecast=lambda: lambda setup: None, on_run=self._on_run)
 
 
 def _read_item(item: str | Path | Mapping[str, str], number: int) -> MediaItem:

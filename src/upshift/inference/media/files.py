@@ -4,6 +4,7 @@ The input is a folder of images and sounds, or JSON lines that name them: {"imag
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from upshift.errors import RequestError
@@ -43,6 +44,11 @@ def read_media(path: Path, *, option: str = "--input") -> list[MediaItem]:
             content = record[modality] if modality == "text" else str(path.parent / record[modality])
             items.append(MediaItem(modality, content, origin))
     return items
+
+
+def with_whole_paths(items: Iterable[MediaItem]) -> list[MediaItem]:
+    """Return the items with whole paths, because a worker may have another working folder."""
+    return [item if item.modality == "text" else item._replace(content=str(Path(item.content).resolve())) for item in items]
 
 
 def _read_folder(folder: Path, option: str) -> list[MediaItem]:

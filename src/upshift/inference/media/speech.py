@@ -59,6 +59,7 @@ class Transcriber:
                 "all moments of a sound at once; leave it out"
             )
         self.max_new_tokens = max_new_tokens
+        self.host = computing_host(stored_for(self.source))
         self._has_long_form = self._writes and "return_timestamps" in inspect.signature(model_class.generate).parameters
         self._inputs = MediaInputs(self.source)
         self._extractor = self._inputs.processor("audio")
@@ -89,8 +90,7 @@ class Transcriber:
     def transcribe(self, items: Sequence[MediaItem]) -> Iterator[Transcript]:
         """Yield the transcript of each sound, in order."""
         if self._model is None:
-            has_gpu = computing_host(stored_for(self.source)).gpu is not None
-            self._model = load_model(self.source).to("cuda" if has_gpu else "cpu")
+            self._model = load_model(self.source).to("cpu" if self.host.gpu is None else "cuda")
         read = ((item, self._features(item)) for item in items)
         for _, group in groupby(read, key=lambda pair: _sizes(pair[1])):
             while batch := list(islice(group, BATCH)):
@@ -98,6 +98,10 @@ class Transcriber:
                 for (item, _), tokens in zip(batch, rows, strict=True):
                     text = self.tokenizer.decode(tokens, skip_special_tokens=True)
                     yield Transcript(str(text).strip(), tokens, sound_header(item)[1])
+
+    def write_down(self, items: Sequence[MediaItem]) -> list[Transcript]:
+        """Return the transcript of each sound, in order."""
+        return list(self.transcribe(items))
 
     def _features(self, item: MediaItem) -> dict[str, torch.Tensor]:
         """Return the model's inputs for a sound, each [1, ...]. Those of a sound beyond the window are not cut."""

@@ -102,7 +102,7 @@ def race(
         no_room: called instead of a race if no result is recalled and the reference does not fit into memory.
         on_run: called after each run.
     """
-    reference = reference_precision(contest.source, host)
+    reference = reference_precision(contest.source, host, contest.tensor_parallel)
     candidates = contestants(
         contest.task,
         contest.source,
@@ -113,6 +113,7 @@ def race(
         stored=loading_engines(contest.source, contest.environment),
         reference=reference,
         environment=contest.environment,
+        tensor_parallel=contest.tensor_parallel,
     )
     installed = [setup for setup in candidates if is_available(setup)]
     missing = [setup for setup in candidates if setup not in installed]
@@ -123,7 +124,7 @@ def race(
         return recalled.changed(chosen=_choose(recalled, policy), recalled=True)
     if no_room is not None:
         return no_room()
-    check_room(contest.source, host, reference)
+    check_room(contest.source, host, reference, contest.tensor_parallel)
     if not policy.is_limited:
         unraced = _reference_alone(requested, missing, contest.batches[-1], forecast, policy)
         if unraced is not None:

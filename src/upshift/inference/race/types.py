@@ -85,6 +85,7 @@ class Contest(Value):
     batches: tuple[int, ...]  # every setup tries each of them
     hint: Hint
     environment: EngineEnvironment | None = Field(None, description="of the engine that runs in its own Python environment")
+    tensor_parallel: int = Field(1, gt=0, description="devices that share each layer")
 
 
 class Run(Value):

@@ -116,10 +116,10 @@ class Dispatcher:
             assert item is not None
             self._deaths[worker] = 0
             if item.number == SET_UP:
-                _read(answer)
+                read_answer(answer)
                 self._is_set_up.add(worker)
                 continue
-            results[item.number] = _read(answer)
+            results[item.number] = read_answer(answer)
             while next_number in results:
                 yield results.pop(next_number)
                 next_number += 1
@@ -148,7 +148,7 @@ class Dispatcher:
             waiting.appendleft(item._replace(deaths=deaths))
 
 
-def _read(answer: Answer) -> Any:
+def read_answer(answer: Answer) -> Any:
     """Return the value of an answer, or raise its error."""
     if answer.error is not None:
         raise ERRORS.get(answer.exit_code, JobFailed)(answer.error)

@@ -9,14 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
+from upshift.settings import read_ranks
 
 GENERATOR = "upshift.inference.generation.generator:Generator"
 PATHS = ("model", "draft")  # arguments that may be folders
+# Items of each copy that is started unasked. The start takes some ten seconds, which fewer items do not save.
+LEAST_PROMPTS = 256
+LEAST_TEXTS = 20_000
+LEAST_MEDIA = 2_000
 
 
 class WorkerOptions(NamedTuple):
-    """The options of the workers. Without Ray, one replica is the command's own process."""
+    """The options of the workers. Without Ray, one replica is the command's own process.
+
+    ``replicas``: None starts one for each GPU or NUMA node, if there is work for them."""
 
     replicas: int | None
     on_ray: bool
@@ -33,20 +40,53 @@ def refuse_workers(options: WorkerOptions, reason: str) -> None:
         raise RequestError(f"{given} shares the texts of a file among workers, and {reason}; leave it out")
 
 
+def refuse_ranks(command: str) -> None:
+    """Raise RequestError if a launcher started this process as one of several ranks, which would all write one file."""
+    ranks = read_ranks()
+    if ranks is not None and ranks.size > 1:
+        raise RequestError(
+            f"a launcher started upshift {command} {ranks.size} times (this is rank {ranks.rank}); start it once: with "
+            f"--replicas {ranks.size} for copies of the model, or --tensor-parallel {ranks.size} for one model on as many devices"
+        )
+
+
+def choose_replicas(options: WorkerOptions, model: Any, *, devices: int, total: int, least: int) -> WorkerOptions:
+    """Return the options with the number of replicas, if the user gave none and several devices have work.
+
+    ``model``: an encoder, a transcriber or a Generator. ``devices``: those of each replica. ``total``: the items to compute.
+    ``least``: the items of each replica, below which there is one."""
+    if options.on_ray or options.replicas is not None:
+        return options
+    from upshift.hardware.replicas import count_replicas
+    from upshift.inference.workers.text_workers import share_memory
+
+    count = count_replicas(None, devices=devices)
+    if count == 1 or total < count * least:
+        return options
+    try:
+        share_memory(model.source, model.host, count, None)
+    except NothingFits:
+        return options
+    return options._replace(replicas=count)
+
+
 @contextmanager
-def generation_workers(generator: Any, options: WorkerOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
+def generation_workers(generator: Any, options: WorkerOptions, arguments: Mapping[str, Any], total: int) -> Iterator[Any]:
     """Start workers that answer prompts, or give None if the command answers them itself.
 
-    ``generator``: that of this process. ``arguments``: those of each worker's Generator."""
+    ``generator``: that of this process. ``arguments``: those of each worker's Generator. ``total``: the number of prompts."""
+    from upshift.inference.engine_environment import read_arguments
+
+    devices = read_arguments(arguments["engine_arguments"]).ranks * arguments["tensor_parallel"]
+    if arguments["max_memory"] is None:  # the user's limit is that of one process
+        options = choose_replicas(options, generator, devices=devices, total=total, least=LEAST_PROMPTS)
     if not options.are_used:
         yield None
         return
     from upshift.hardware.replicas import count_replicas
-    from upshift.inference.engine_environment import read_arguments
     from upshift.inference.workers.dispatcher import Job
     from upshift.inference.workers.text_workers import GenerationWorkers, open_workers, share_memory
 
-    devices = read_arguments(arguments["engine_arguments"]).ranks
     given = _with_whole_paths(arguments)
     if not options.on_ray:
         count = count_replicas(options.replicas, devices=devices)
@@ -56,10 +96,15 @@ def generation_workers(generator: Any, options: WorkerOptions, arguments: Mappin
 
 
 @contextmanager
-def encoding_workers(encoder: Any, options: WorkerOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Start workers that encode texts, or give None if the command encodes them itself.
+def encoding_workers(
+    encoder: Any, options: WorkerOptions, arguments: Mapping[str, Any], total: int, *, least: int = LEAST_TEXTS
+) -> Iterator[Any]:
+    """Start workers that encode texts, images or sounds, or write sounds down, or give None if the command does it itself.
 
-    ``encoder``: that of this process. ``arguments``: those of each worker's encoder."""
+    ``encoder``: the encoder or transcriber of this process. ``arguments``: those of each worker's. ``total``: the number of
+    items. ``least``: as in ``choose_replicas``."""
+    devices = arguments.get("tensor_parallel", 1)
+    options = choose_replicas(options, encoder, devices=devices, total=total, least=least)
     if not options.are_used:
         yield None
         return
@@ -68,10 +113,10 @@ def encoding_workers(encoder: Any, options: WorkerOptions, arguments: Mapping[st
     from upshift.inference.workers.text_workers import EncodingWorkers, open_workers, share_memory
 
     if not options.on_ray:
-        share_memory(encoder.source, encoder.host, count_replicas(options.replicas), None)
+        share_memory(encoder.source, encoder.host, count_replicas(options.replicas, devices=devices), None)
     kind = type(encoder)
     job = Job(f"{kind.__module__}:{kind.__name__}", _with_whole_paths(arguments))
-    with open_workers(job, options.replicas, on_ray=options.on_ray) as dispatcher:
+    with open_workers(job, options.replicas, on_ray=options.on_ray, devices=devices) as dispatcher:
         yield EncodingWorkers(encoder, dispatcher)
 
 

@@ -50,7 +50,7 @@ class ProcessPool:
     def restart(self, worker: int) -> str:
         code = self._end(worker)
         self._processes[worker], self._connections[worker] = self._start(worker)
-        return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit {code}"
+        return describe_exit(code)
 
     def close(self) -> None:
         for worker in range(self.size):
@@ -78,3 +78,8 @@ class ProcessPool:
             return process.wait(timeout=0.0 if process.poll() is None else None)
         process.kill()
         return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, by its exit code."""
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit {code}"

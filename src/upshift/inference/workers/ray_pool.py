@@ -76,12 +76,13 @@ class RayPool:
         }
         gpus = int(sum(node.get("GPU", 0) for node in nodes.values()))
         cores = min((int(node["CPU"]) for node in nodes.values()), default=0)
-        limit = gpus // devices if gpus else cores * len(nodes)
+        limit = gpus // devices if gpus else cores // devices * len(nodes)
         if not limit or (size is not None and size > limit):
-            unit = f"{gpus} GPUs" if gpus else f"{limit} cores"
+            unit = f"{gpus} GPUs" if gpus else f"{cores * len(nodes)} cores"
+            of_each = f", with {devices} of them for each," if devices > 1 else ""
             raise RequestError(
-                f"--replicas {size or 1} is more than the Ray cluster has room for, whose {len(nodes)} hosts have {unit}; ask "
-                f"for at most {limit}, or add hosts"
+                f"--replicas {size or 1}{of_each} is more than the Ray cluster has room for, whose {len(nodes)} hosts have "
+                f"{unit}; ask for at most {limit}, or add hosts"
             )
         self.size = size or (limit if gpus else len(nodes))
         # A host has as many workers as its share of all workers, and divides its cores among them.

@@ -17,6 +17,7 @@ from upshift.inference.generation.generator import Completion, Generator
 from upshift.inference.generation.model import available_memory
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import Prompt
+from upshift.inference.media.encoder import MediaEncoder
 from upshift.inference.race.race import Race
 from upshift.inference.weights import needed_memory
 from upshift.inference.workers.dispatcher import Dispatcher, Job, Task
@@ -71,9 +72,9 @@ def share_memory(
     return {"cpu": share}
 
 
-def _block_size(workers: int, total: int, largest: int) -> int:
+def _block_size(workers: int, total: int, largest: int, least: int = LEAST_BLOCK) -> int:
     """Return the number of texts that a worker gets at a time."""
-    return min(max(-(-total // (BLOCKS_OF_A_WORKER * workers)), LEAST_BLOCK), largest)
+    return min(max(-(-total // (BLOCKS_OF_A_WORKER * workers)), least), largest)
 
 
 class GenerationWorkers:
@@ -83,9 +84,13 @@ class GenerationWorkers:
         self._generator = generator
         self._dispatcher = dispatcher
 
+    @property
+    def size(self) -> int:
+        return self._dispatcher.pool.size
+
     def block_size(self, total: int, largest: int) -> int:
         """Return the number of texts that a worker gets at a time. ``largest``: how many may be in memory together."""
-        return _block_size(self._dispatcher.pool.size, total, largest)
+        return _block_size(self.size, total, largest)
 
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int) -> Race:
         """Return the result of the race, as ``Generator.prepare`` does. All workers load the winner."""
@@ -114,22 +119,29 @@ class GenerationWorkers:
 
 
 class EncodingWorkers:
-    """Workers that each have an encoder of the same model. ``encoder`` is that of this process, which loads no engine."""
+    """Workers that each have an encoder, or a transcriber, of the same model. ``encoder`` is that of this process, which loads no
+    engine."""
 
-    def __init__(self, encoder: RacedModel, dispatcher: Dispatcher) -> None:
+    def __init__(self, encoder: RacedModel | MediaEncoder, dispatcher: Dispatcher) -> None:
         self._encoder = encoder
         self._dispatcher = dispatcher
 
-    def block_size(self, total: int, largest: int) -> int:
-        """Return the number of texts that a worker gets at a time. ``largest``: how many may be in memory together."""
-        return _block_size(self._dispatcher.pool.size, total, largest)
+    @property
+    def size(self) -> int:
+        return self._dispatcher.pool.size
 
-    def prepare_sample(self, sample: list[list[int]], total: int) -> None:
-        """Race the engines on a sample, as ``RacedModel.prepare_sample`` does. All workers load the winner."""
+    def block_size(self, total: int, largest: int, *, least: int = LEAST_BLOCK) -> int:
+        """Return the number of items that a worker gets at a time.
+
+        ``largest``: how many may be in memory together. ``least``: how many it computes together."""
+        return _block_size(self.size, total, largest, least)
+
+    def prepare_sample(self, sample: Sequence[Any], total: int) -> None:
+        """Race the engines on a sample, as the encoder's ``prepare_sample`` does. All workers load the winner."""
         race: Race = self._dispatcher.ask(Task("prepare_sample", (sample, total)))
         self._encoder.race = race
         self._dispatcher.set_up(Task("prepare_sample", (sample, total), {"result": race}))
 
     def encode(self, blocks: Iterable[Sequence[Any]], method: str) -> Iterator[Any]:
-        """Yield the results of each block of texts, in their order. ``method``: that of the encoder which computes them."""
+        """Yield the results of each block of items, in their order. ``method``: that of the encoder which computes them."""
         return self._dispatcher.in_order(Task(method, (block,)) for block in blocks)

@@ -13,6 +13,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import GpuFacts, describe
 from upshift.hardware.catalog.lookup import find_product
 from upshift.hardware.spec import Host
+from upshift.planning.cost.rates import FITTED_TO_RUNS_OF
 from upshift.planning.cost.time import SampleUnit, sample_unit, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -53,6 +54,7 @@ class Comparison(Value):
     deadline_seconds: float | None
     sorted_by: str = Field(description="money, where every host that has a plan has a price; else time")
     hosts: tuple[HostResult, ...]
+    notes: tuple[str, ...] = Field((), description="why the numbers of the hosts may not be compared")
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,28 @@ def compare(
         deadline_seconds=terms.deadline_seconds,
         sorted_by="money" if by_money else "time",
         hosts=ordered,
+        notes=factor_notes(hosts),
     )
+
+
+def factor_notes(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    """Return a sentence if the factors of the hosts' GPUs come from different programs, or are not known for each of them.
+
+    The difference between two chips is then also one between programs.
+    """
+    origins: dict[str, list[str]] = {}
+    for host in hosts:
+        if host.gpu is not None and host.device == "cuda":
+            origin = FITTED_TO_RUNS_OF.get(host.gpu.compute_capability or (0, 0), "")
+            names = origins.setdefault(origin, [])
+            names += [host.name] if host.name not in names else []
+    if len(origins) < 2:
+        return ()
+    parts = [
+        f"those of {', '.join(names)} from runs of {origin}" if origin else f"{', '.join(names)} has the mean of other GPUs"
+        for origin, names in origins.items()
+    ]
+    return (f"The factors come from different programs, so the hosts' speeds are less comparable: {'; '.join(parts)}",)
 
 
 def _host_result(planning: Planning, tokens: int, terms: ComparisonTerms) -> HostResult:

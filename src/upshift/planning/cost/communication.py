@@ -35,6 +35,7 @@ from upshift.planning.cost.partition import (
     elements,
     layer_elements,
     residual_bytes,
+    summed_bytes,
     trained_part,
 )
 from upshift.planning.plan import Plan
@@ -290,11 +291,12 @@ class Volumes:
         experts = self.expert_elements * self.profile.parameters.trainable / self.profile.parameters.total
         if layout.fully_shard == "no":
             return _weight_transfers("replicas", "all_reduce", size, experts, plan.parameter_bytes)
-        over_replicas = Transfer("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
+        reduced = summed_bytes(plan) if layout.bf16_gradients else REDUCED_BYTES
+        over_replicas = Transfer("replicas", "all_reduce", size / layout.shard_size * reduced)
         if layout.fully_shard != "optimizer":
             return (over_replicas,)
         weight_size = MASTERED_BYTES if layout.master_weights else plan.parameter_bytes
-        reductions = _weight_transfers("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
+        reductions = _weight_transfers("shard", "reduce_scatter", size, experts, summed_bytes(plan))
         gathers = _weight_transfers("shard", "all_gather", size, experts, weight_size)
         return (*reductions, *gathers, over_replicas)
 

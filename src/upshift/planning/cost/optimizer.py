@@ -89,7 +89,8 @@ def _state_bytes_function(optim: str, plan: Plan, element_size: float) -> Callab
 
 def rounds_stochastically(plan: Plan) -> bool:
     """Return whether the update is the one of training/optimizers/stochastic_adamw.py."""
-    return plan.precision == "bf16-weights" and optimizers()[plan.optim].library is None
+    is_ours = plan.precision == "bf16-weights" and not plan.rounds_to_nearest
+    return is_ours and optimizers()[plan.optim].library is None
 
 
 def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: float) -> float:

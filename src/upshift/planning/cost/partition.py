@@ -266,11 +266,16 @@ def trained_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     return (in_layers + at_ends * outside_part(profile, plan)) / parameters.trainable
 
 
+def summed_bytes(plan: Plan) -> int:
+    """Return the bytes of an element in which gradients are kept and summed over micro-batches and ranks."""
+    return MASTERED_BYTES if plan.layout.bf16_gradients else plan.parameter_bytes
+
+
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     """Return the bytes of a rank at ``stage``. They are the whole model's if the ranks have nothing but the batch to share."""
     parameters = profile.parameters
     weights = float(parameters.weight_bytes(plan.parameter_bytes)) - offloaded_weights(profile, plan).saved
-    gradients = float(parameters.gradient_bytes(plan.parameter_bytes))
+    gradients = float(parameters.gradient_bytes(summed_bytes(plan)))
     state = state_bytes(profile, plan)
     workspace = workspace_bytes(profile, plan)
     layout = plan.layout
@@ -279,6 +284,8 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     if layout.master_weights:
         weights = float(parameters.weight_bytes(MASTERED_BYTES))
         state = state + MASTER_BYTES * parameters.trainable
+    if layout.bf16_gradients:  # a rank updates its part by fp32 copies of the gradients (Megatron Core: 4 + 16 / d bytes)
+        workspace = workspace + REDUCED_BYTES * parameters.trainable
     updated = trained_part(profile, plan, stage)
     weights = weights * elements(profile, plan, stage) / parameters.total
     gradients = gradients * updated
@@ -360,7 +367,7 @@ def _embedding_gradient_rest(profile: ModelProfile, plan: Plan, stage: Stage) ->
     fills_all_rows = "embedding_rowwise" in styles and not plan.layout.vocabulary_parallel
     if not fills_all_rows or parameters.tied or not stage.has_embedding:
         return 0.0
-    return parameters.embedding * plan.parameter_bytes * (1.0 - 1.0 / plan.layout.tensor_parallel)
+    return parameters.embedding * summed_bytes(plan) * (1.0 - 1.0 / plan.layout.tensor_parallel)
 
 
 def _fsdp_transients(profile: ModelProfile, plan: Plan, stage: Stage) -> FsdpTransients:

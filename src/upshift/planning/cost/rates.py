@@ -63,6 +63,8 @@ SUSTAINED = {
     (10, 0): Sustained(0.74, 0.5),
 }
 SUSTAINED_ELSEWHERE = Sustained(0.78, 0.85)
+# The programs whose runs they were fitted to.
+FITTED_TO_RUNS_OF = {(8, 0): "LLM Foundry", (9, 0): "LLM Foundry", (10, 0): "Megatron with Transformer Engine"}
 # The rate of attention where no kernel of it was measured, as a share of a matrix product's rate.
 OTHER_ATTENTION_SHARE = 0.3
 # The kernel behind sdpa in 16 bits. torch prefers cuDNN's on these (check_prefer_cudnn_attention of torch 2.13, sdp_utils.cpp).

@@ -50,7 +50,7 @@ from upshift.planning.cost.parallel_trace import (
     scale,
     tensor_parallel_trace,
 )
-from upshift.planning.cost.partition import MASTERED_BYTES, REDUCED_BYTES, Stage, compute_bytes
+from upshift.planning.cost.partition import MASTERED_BYTES, Stage, compute_bytes, summed_bytes
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.planning.workload import Workload
@@ -155,7 +155,7 @@ class _FusedKernels:
     @classmethod
     def of(cls, profile: ModelProfile, plan: Plan) -> _FusedKernels:
         forward, backward = moved_bytes_per_token(profile, plan)
-        accumulating = FUSED_WORDS * REDUCED_BYTES / (TRACED_WORDS * MASTERED_BYTES) if plan.layout.master_weights else 1.0
+        accumulating = FUSED_WORDS * summed_bytes(plan) / (TRACED_WORDS * MASTERED_BYTES) if plan.layout.master_weights else 1.0
         return cls(forward, backward, accumulating, 0.5 if profile.objective == "causal-lm" else 1.0)
 
     def layer(self, layer: Segment, *, repeats: int) -> Segment:

@@ -6,13 +6,61 @@ precision and the read speed. The plan has every choice that changes how a model
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
 from upshift.hardware.spec import Device
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.value import Value
+
+ProgramName = Literal["upshift", "vllm", "tensorrt-llm", "llama.cpp", "mlc"]
+OWN: ProgramName = "upshift"
+PROGRAM_NAMES: tuple[ProgramName, ...] = get_args(ProgramName)
+DEFAULT_GROUP = 128
+# Requests at once in a replica, unless requested: TensorRT-LLM's default, and schedulers are built for no more.
+MAX_SEQUENCES = 2048
+
+
+class ServingProgram(NamedTuple):
+    """A program that serves models. ``values``: those that it has words for, by field of a plan; other fields have any value.
+
+    ``interval``: 5 and 95 % of measured over predicted tokens/s of published rows, each source predicted by factors that did not
+    see it and counted once, those of the program twice (benchmarks/cases/leave_one_out_inference.py).
+    """
+
+    interval: tuple[float, float]
+    values: Mapping[str, Sequence[Any]] = {}
+    max_sequences: int = MAX_SEQUENCES
+    group_size: int = DEFAULT_GROUP
+
+
+# A program without published rows: the interval of all sources, and how much the medians of engines differ.
+NEW_PROGRAM_INTERVAL = (0.44, 1.54)
+PLAIN_CACHE = ("fp32", "bf16", "fp16")
+# llama.cpp: at most LLAMA_MAX_SEQ sequences (llama-cparams.h), blocks of 32 weights (Q4_0, Q8_0), GPUs share layers by depth.
+# MLC: the formats of its documentation (q0f16, q4f16_1 with groups of 32, e4m3). vLLM has fp8 caches, and no int8 ones.
+PROGRAMS: Mapping[ProgramName, ServingProgram] = {
+    "upshift": ServingProgram(NEW_PROGRAM_INTERVAL),
+    "vllm": ServingProgram((0.46, 1.31), {"kv_cache": (*PLAIN_CACHE, "fp8")}),
+    "tensorrt-llm": ServingProgram((0.47, 1.42), {"execution": ("graphs",)}),
+    "llama.cpp": ServingProgram(
+        NEW_PROGRAM_INTERVAL,
+        {
+            "weights": ("fp32", "bf16", "fp16", "int8", "int4"),
+            "kv_cache": (*PLAIN_CACHE, "int8"),
+            "tensor_parallel": (1,),
+        },
+        max_sequences=256,
+        group_size=32,
+    ),
+    "mlc": ServingProgram(
+        NEW_PROGRAM_INTERVAL,
+        {"weights": ("fp32", "bf16", "fp16", "fp8", "int4"), "kv_cache": PLAIN_CACHE, "execution": ("graphs",)},
+        group_size=32,
+    ),
+}
 
 
 class InferenceWorkload(Value):
@@ -25,6 +73,12 @@ class InferenceWorkload(Value):
     max_ttft_ms: float | None = Field(None, gt=0, description="time to first token; of a whole batch to encode")
     max_tpot_ms: float | None = Field(None, gt=0, description="time per output token after the first, mean")
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")
+    program: ProgramName = Field(OWN, description="the program that serves")
+
+    @property
+    def runs_in(self) -> ServingProgram:
+        """Return what is known about the program that serves."""
+        return PROGRAMS[self.program]
 
     @property
     def longest(self) -> int:
@@ -90,7 +144,6 @@ def plain_bytes(weights: WeightPrecision) -> int:
 
 Execution = Literal["eager", "graphs"]
 CHOICE_KINDS = ("weights", "kv", "replicas", "tp", "pp", "at once", "prefill", "execution")
-DEFAULT_GROUP = 128
 
 
 class ReplicaShape(NamedTuple):

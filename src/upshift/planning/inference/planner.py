@@ -24,7 +24,7 @@ from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_dif
 from upshift.planning.cost.communication import link_advice
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
-from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
+from upshift.planning.inference.plan import InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.space import (
     choices,
     chunk_sizes,
@@ -129,7 +129,7 @@ def _shapes(
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
     device_degrees = device_layouts(host, values)
-    group_size = fixed.get("group_size", DEFAULT_GROUP)
+    group_size = fixed.get("group_size", workload.runs_in.group_size)
     for weights in values["weights"]:
         default_precision = default_cache(weights, host)
         for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [default_precision, *quantized]:
@@ -244,11 +244,10 @@ def _complexity(plan: InferencePlan) -> int:
     return (plan.tensor_parallel > 1) + 2 * (plan.pipeline_parallel > 1)
 
 
-# Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products
-# were measured. Collectives that were not measured, such as those on PCIe: 36 rows of 4 and 8 L40S lie within 0.88 and 1.15, but
-# another such host copied eight times more slowly than a plan says (cost/network.py). None: no rows.
-FORMULA_INTERVAL = (0.7, 1.25)
-UNMEASURED_LINK_INTERVAL = (0.3, 1.25)
+# Devices whose matrix products were measured have the interval of the program; others have no rows, and None. It is wider for
+# collectives that were not measured, such as those on PCIe: 36 rows of 4 and 8 L40S lie within 0.88 and 1.15, but another such
+# host copied eight times more slowly than a plan says (cost/network.py).
+UNMEASURED_LINK_LOW = 0.3
 
 
 class InferenceNumbers(Value):
@@ -269,7 +268,7 @@ class InferenceNumbers(Value):
     interval: tuple[float, float] | None = Field(None, description="factor range of tokens/s that should hold the truth")
 
 
-def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
+def numbers_of(candidate: Candidate, host: Host, workload: InferenceWorkload) -> InferenceNumbers:
     """Return the predicted numbers of a plan."""
     plan = candidate.plan
     memory = candidate.memory
@@ -287,15 +286,16 @@ def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
         largest_concurrency=None if largest is None else largest * plan.replicas,
         step_ms=dict(zip(TERM_NAMES, (MILLISECONDS * seconds for seconds in service.step), strict=True)),
         binding_term=service.step.binding_term,
-        interval=_formula_interval(host, plan.tensor_parallel),
+        interval=_formula_interval(host, plan.tensor_parallel, workload.runs_in.interval),
     )
 
 
-def _formula_interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
+def _formula_interval(host: Host, tensor_parallel: int, interval: tuple[float, float]) -> tuple[float, float] | None:
     key = host.gpu.table_key if host.gpu is not None else None
     if key is None or key not in GEMM_EFFICIENCY:
         return None
-    return FORMULA_INTERVAL if tensor_parallel == 1 or collective(key, "all_reduce") else UNMEASURED_LINK_INTERVAL
+    low, high = interval
+    return interval if tensor_parallel == 1 or collective(key, "all_reduce") else (min(low, UNMEASURED_LINK_LOW), high)
 
 
 REASON_BY_CHOICE = {
@@ -365,7 +365,7 @@ class InferencePlanning:
         )
 
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
-        return numbers_of(candidate, self.host)
+        return numbers_of(candidate, self.host, self.workload)
 
     def document(self, *, num_plans: int = MAX_SHOWN_PLANS) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --generate --json``, with at most ``num_plans`` plans."""

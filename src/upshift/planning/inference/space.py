@@ -12,6 +12,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.inference.plan import (
     CACHE_ALLOW,
     CHANGES_MATHEMATICS,
+    MAX_SEQUENCES,
     WEIGHTS,
     CachePrecision,
     Execution,
@@ -24,7 +25,6 @@ from upshift.planning.layout import divisors
 from upshift.planning.search.space import check_allowed_names, check_legal, list_valid_values, parse_field, read_assignments
 
 CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: fewer favour decoding latency, more favour efficient products
-MAX_SEQUENCES = 2048  # at once in a replica, unless requested: TensorRT-LLM's default, and schedulers are built for no more
 FIXED_BY_REQUEST = ("device", "host", "model", "replicas")
 REPLAYED = ("cuda", "hpu", "xla")  # devices that replay a recorded step
 DEGREES = ("tensor_parallel", "pipeline_parallel")
@@ -42,16 +42,31 @@ def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> d
 def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
     """Return the legal values of each field."""
     degrees = {"tensor_parallel": _tensor_degrees(host, profile), "pipeline_parallel": _pipeline_degrees(host, profile)}
-    return {**_legal_here(host, workload), **degrees}
+    return {**_legal_here(host, workload), **_of_program(degrees, workload)}
+
+
+def _of_program(values: dict[str, list[Any]], workload: InferenceWorkload) -> dict[str, list[Any]]:
+    """Return the values of each field that the program has words for. Raise RequestError if a field has none left."""
+    valid = workload.runs_in.values
+    narrowed = {name: [value for value in found if value in valid.get(name, found)] for name, found in values.items()}
+    for name, found in narrowed.items():
+        if not found:
+            words = " or ".join(map(str, valid[name]))
+            here = ", ".join(map(str, values[name]))
+            raise RequestError(
+                f"--program {workload.program} has {name} {words}, and here it can be {here}; use another --program or --on"
+            )
+    return narrowed
 
 
 def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
-    return {
+    values: dict[str, list[Any]] = {
         "weights": legal_weights(host, workload),
         "kv_cache": _cache_precisions(host, workload),
         "execution": _executions(host),
     }
+    return _of_program(values, workload)
 
 
 def default_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
@@ -83,8 +98,9 @@ def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | Non
     if "max_concurrency" in fixed:
         return [fixed["max_concurrency"]]
     if workload.concurrency is not None and workload.task == "generate":
-        return [ceil(workload.concurrency / replicas)]
-    max_sequences = MAX_SEQUENCES if workload.concurrency is None else ceil(workload.concurrency / replicas)
+        return [min(ceil(workload.concurrency / replicas), workload.runs_in.max_sequences)]
+    most = workload.runs_in.max_sequences
+    max_sequences = most if workload.concurrency is None else ceil(workload.concurrency / replicas)
     sizes = sorted(
         {size for power in range(max_sequences.bit_length()) for size in (2**power, 3 * 2**power // 2)} | {max_sequences}
     )
@@ -156,7 +172,7 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
     if "group_size" in fixed:
         fixed["weights"] = "int4"  # no other weights have groups
     legal = legal_values(host, profile, workload)
-    check_legal(fixed, legal, lambda name: _reason_not_legal_degree(name, profile))
+    check_legal(fixed, legal, lambda name: _reason_not_legal_degree(name, fixed[name], profile, workload))
     if not device_layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
         requested = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
         raise RequestError(f"{requested} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
@@ -178,7 +194,9 @@ def _parse_value(name: str, text: str) -> Any:
     return parse_field(InferencePlan, required, name, text, valid=list_valid_values(options, "; use a whole number from 1"))
 
 
-def _reason_not_legal_degree(name: str, profile: ModelProfile) -> str:
+def _reason_not_legal_degree(name: str, value: Any, profile: ModelProfile, workload: InferenceWorkload) -> str:
+    if value not in workload.runs_in.values.get(name, (value,)):
+        return f" (of --program {workload.program})"
     if name == "tensor_parallel":
         degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
         return f" (the devices of a node; {profile.tensor_parallel_reason}{degrees})"
@@ -196,6 +214,8 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Inferenc
         change = WEIGHTS[value].allow
     elif name == "kv_cache":
         change = CACHE_ALLOW.get(value)
+    if value not in workload.runs_in.values.get(name, (value,)):
+        return f" (of --program {workload.program})"
     if change is not None and change not in workload.allow:
         return f" (it changes the mathematics; add --allow {change})"
     return f" (of {host.name})"
@@ -285,7 +305,7 @@ def fix_stored_weights(
         return None
     allow = WEIGHTS[stored.weights].allow
     allowed = workload if allow is None or allow in workload.allow else workload.changed(allow=(*workload.allow, allow))
-    if stored.weights not in legal_weights(host, allowed):
+    if stored.weights not in _legal_here(host, allowed)["weights"]:
         return None
     groups = () if stored.group_size is None else (f"group_size={stored.group_size}",)
     return allowed, (*fixed, f"weights={stored.weights}", *groups)

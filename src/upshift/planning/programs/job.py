@@ -77,6 +77,7 @@ ONLY_HERE: Mapping[str, Sequence[Any]] = {  # choices that no other program has 
     "loss_kernel": ("eager",),
     "loss_chunk_tokens": (0,),
     "master_weights": (False,),
+    "bf16_gradients": (False,),
     "gather_again": (False,),
     "vocabulary_parallel": (False,),
 }

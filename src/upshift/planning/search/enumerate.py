@@ -16,13 +16,13 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import ALONE, Plan
-from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.search.constraints import (
     PACKED_KERNELS,
     conflict,
     conflict_with_pairs,
     is_redundant,
     layout_conflict_with_pairs,
+    why_not_isolated,
 )
 from upshift.planning.search.layouts import enumerate_layouts, rank_counts, shares_work
 from upshift.planning.search.space import FIXED_IN_SEARCH, choices
@@ -77,7 +77,8 @@ class PlanSpace:
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
-        self.combinations = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+        combinations = (dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values()))
+        self.combinations = [workload.runs_in.complete(combination, self.fixed) for combination in combinations]
         if sharings is None:
             sharings = self._legal_sharings()
             self._check_batch_factors(sharings)
@@ -99,7 +100,8 @@ class PlanSpace:
     def _legal_sharings(self) -> list[Sharing]:
         batch = self.workload.num_units
         if not shares_work(self.host, self.fixed):  # each rank has its own sequences
-            return [Sharing(count, count, ALONE) for count in self._counts if batch % count == 0]
+            layout = self.workload.runs_in.layout_of(ALONE)
+            return [Sharing(count, count, layout) for count in self._counts if batch % count == 0]
         layout_fields = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
         sharings = [
             Sharing(ranks, data, layout)

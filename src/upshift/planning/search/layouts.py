@@ -16,7 +16,7 @@ from upshift.planning.workload import Workload
 
 MIN_TOKENS_PER_RANK = 4096  # with fewer tokens there is nothing to gain from sharing a sequence
 VIRTUAL_STAGES = (2, 4)
-REQUESTED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overlap")  # only chosen on request
+REQUESTED_LAYOUTS = ("master_weights", "bf16_gradients", "gather_again", "vocabulary_parallel", "overlap")  # on request
 MAX_PIPELINE = 64
 MAX_PROCESSES_PER_CORE = 4  # more than one only serves to try layouts out, as processes then take turns
 MAX_THREADS_PER_CORE = 4  # of all processes; more than a core's hardware threads only serve to try layouts out
@@ -85,18 +85,24 @@ def enumerate_layouts(
                 virtual_stages=schedule[1],
                 expert_parallel=expert_parallel,
             )
-            layout = layout.model_copy(update=_requested_fields(layout, profile, fixed))
-            if why_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
-                yield data, layout
+            layout = layout.model_copy(update=_requested_fields(layout, profile, workload, fixed))
+            arranged = workload.runs_in.arrange(layout, sharing=data * context)
+            if arranged is None or why_not_split(arranged) is not None:
+                continue
+            if all(getattr(arranged, name) == value for name, value in fixed.items()):
+                yield data, arranged
 
 
-def _requested_fields(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict[str, Any]:
+def _requested_fields(layout: Layout, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that are only set on request, where this layout can have them."""
     divides_vocabulary = (
         layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
     )
+    has_masters = layout.fully_shard == "optimizer" and bool(fixed.get("master_weights"))
+    has_masters = has_masters or bool(workload.runs_in.layout.get("master_weights"))
     possible = {
         "master_weights": layout.fully_shard == "optimizer",
+        "bf16_gradients": has_masters,
         "gather_again": layout.sequence_parallel,
         "vocabulary_parallel": divides_vocabulary and profile.objective == "causal-lm",
     }

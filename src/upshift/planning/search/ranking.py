@@ -31,9 +31,9 @@ from upshift.planning.cost.process_memory import (
 from upshift.planning.cost.rates import predict_rates
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
-from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread
+from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread, step_interval
 from upshift.planning.plan import Plan
-from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.constraints import why_not_isolated
 from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Spread
 from upshift.units import GIB, format_bytes, gib
@@ -44,7 +44,7 @@ COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
     "layout", "host_memory", "threads_per_process", "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
-    "fused_kernels", "loss_kernel", "weight_offload",
+    "fused_kernels", "loss_kernel", "rounding", "weight_offload",
 )  # fmt: skip
 
 
@@ -220,11 +220,12 @@ class Coster:
 
     def __init__(self, host: Host, profile: ModelProfile, workload: Workload, *, kernel: AttentionKernel | None = None) -> None:
         self.host = host
-        self._kernel = kernel
+        self._kernel = kernel or workload.runs_in.kernel_on(host)
         self.profile = profile
         self.workload = workload
         self._memo = Memo()
         self._tokens = tokens_per_step(profile, workload)
+        self._bases: dict[Number, Basis] = {"step": Basis(tier="formula", interval=step_interval(workload.program, host))}
 
     def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
         """Return the predicted memory and time of a plan, whether it fits or not."""
@@ -259,7 +260,7 @@ class Coster:
         if time is None:
             return Rejected(plan, self._unknown_rate(plan))
         amortised = time.total + time.one_time / self.workload.total_steps
-        return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised)
+        return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised, self._bases)
 
     def _unknown_rate(self, plan: Plan) -> str:
         if plan.optim_offload and predict_rates(self.host, self.profile, plan) is not None:
@@ -286,6 +287,6 @@ def with_wider_intervals(ranking: Ranking) -> Ranking:
     """Return the ranking of a model that was estimated from its sizes, whose numbers are less sure."""
     return replace(
         ranking,
-        candidates=[replace(candidate, bases=estimated_bases(candidate.plan)) for candidate in ranking.candidates],
-        too_big=[replace(candidate, bases=estimated_bases(candidate.plan)) for candidate in ranking.too_big],
+        candidates=[replace(candidate, bases=estimated_bases(candidate.basis)) for candidate in ranking.candidates],
+        too_big=[replace(candidate, bases=estimated_bases(candidate.basis)) for candidate in ranking.too_big],
     )

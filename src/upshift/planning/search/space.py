@@ -33,11 +33,19 @@ from upshift.planning.plan import (
     LossKernel,
     Plan,
     Precision,
+    Rounding,
     WeightOffload,
     changes_of_mathematics,
 )
-from upshift.planning.row_sharing import can_pack, why_never_packed
-from upshift.planning.search.constraints import PACKED_KERNELS, odd_micro_batch, read_base, why_kernel_unusable
+from upshift.planning.program import OWN
+from upshift.planning.search.constraints import (
+    PACKED_KERNELS,
+    can_pack,
+    odd_micro_batch,
+    read_base,
+    why_kernel_unusable,
+    why_never_packed,
+)
 from upshift.planning.search.layouts import check_layout, check_processes, check_threads, shares_work
 from upshift.planning.workload import Workload
 from upshift.text import did_you_mean
@@ -175,7 +183,7 @@ BATCH_FACTORS = (MICRO_BATCH, "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Only chosen on request: no run on a GPU has confirmed what they are predicted to cost.
 OFFLOADS = ("optim_offload", "activation_offload")
-PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
+PLANNED_ONLY = ("fused_kernels", "loss_kernel", "rounding")  # no engine here runs them
 ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
 FIXED_IN_SEARCH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # the planner sets the last one where nothing else fits
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
@@ -193,7 +201,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     if "sdpa" in attention and host.num_devices == 1:
         attention += [name for name in PACKED_KERNELS if why_kernel_unusable(name, host, profile) is None]
     quantized = profile.parameters.quantized > 0
-    return {
+    values: dict[str, list[Any]] = {
         "precision": _precisions(host, workload, quantized=quantized),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "recompute_granularity": _granularities(profile),
@@ -206,6 +214,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         "num_processes": _process_counts(host, workload),
         "host_memory": _host_memory(host),
     }
+    return workload.runs_in.narrow(values, num_layers=layers)
 
 
 def _granularities(profile: ModelProfile) -> list[Granularity]:
@@ -228,6 +237,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     if layout_text is not None and host.num_devices == 1 and host.device != "cpu":
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable_fields(), parse_value)
+    workload.runs_in.check(fixed)
     check_processes(fixed, host)
     check_threads(fixed, host)
     if quantized and host.device == "cuda" and host.measured is not None:
@@ -242,7 +252,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
-    """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
+    """Return the pairs of ``read_fixed``, also checked against what is legal for the model, and what the program always does."""
     fixed = read_fixed(assignments, host, workload, quantized=profile.parameters.quantized > 0)
     check_layout(fixed, host, profile, workload)
     legal = legal_values(host, profile, workload)
@@ -254,7 +264,7 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
                 )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
             refuse_value(name, value, legal[name], _reason_not_legal(name, value, host, profile, workload))
-    return fixed
+    return {**workload.runs_in.always, **fixed}
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -271,7 +281,7 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
     can_offload = host.device == "cuda" and host_link(host) is not None and not _shares_memory(host)
     offload_values = [False, True] if can_offload else [False]
     optimizers = _optimizers(host, workload)
-    has_several_gpus = host.device == "cuda" and host.num_devices > 1
+    plans_alone = host.device == "cuda" and (host.num_devices > 1 or workload.program != OWN)
     return {
         "precision": _precisions(host, workload, quantized=quantized, is_requested=True),
         "torch_compile": _compile_ways(host, quantized=quantized),
@@ -280,8 +290,9 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
         "host_memory": _host_memory(host),
         **dict.fromkeys(OFFLOADS, offload_values),
         WEIGHT_OFFLOAD: ["none"] if quantized else weight_places(host),
-        "fused_kernels": [False, True] if has_several_gpus else [False],
-        "loss_kernel": list(get_args(LossKernel)) if has_several_gpus else ["eager"],
+        "fused_kernels": [False, True] if plans_alone else [False],
+        "loss_kernel": list(get_args(LossKernel)) if plans_alone else ["eager"],
+        "rounding": ["stochastic"] if workload.program == OWN else list(get_args(Rounding)),
     }
 
 
@@ -365,6 +376,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
 
 def _reason_not_legal_anywhere(name: str) -> str | None:
     """Return what a field needs that this host or this request lacks, in brackets; None if the field needs nothing."""
+    if name == "rounding":
+        return " (Upshift rounds stochastically; add --program transformers, whose optimizers round to the nearest)"
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name == WEIGHT_OFFLOAD:
@@ -428,7 +441,7 @@ def _precisions(host: Host, workload: Workload, *, quantized: bool, is_requested
         precisions.remove("fp16")  # as fast and as large on GPUs, and its gradients overflow
     if "bf16-weights" in workload.allow and "bf16" in precisions:
         precisions.append("bf16-weights")
-    if "fp8" in workload.allow and "bf16" in precisions and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
+    if "fp8" in workload.allow and "bf16" in precisions and host.supports("fp8") and _has_fp8(workload):
         precisions.append("fp8")
     return [name for name in precisions if not quantized or name not in WHOLE_WEIGHTS]
 
@@ -444,6 +457,11 @@ def _optimizers(host: Host, workload: Workload) -> list[str]:
         if facts.library is None or (has_gpu_code if facts.cuda_only else _is_installed)(facts.library):
             names.append(name)
     return names
+
+
+def _has_fp8(workload: Workload) -> bool:
+    """Return whether a library computes in fp8. Another program brings its own."""
+    return workload.program != OWN or _is_installed(LIBRARY_OF_PRECISION["fp8"])
 
 
 def _is_installed(library: str) -> bool:

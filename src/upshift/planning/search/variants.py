@@ -22,8 +22,9 @@ def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *,
     selective recomputation, which takes half as long again and matters where memory is short. Alternate recomputation is traced
     on request.
     """
-    variants = _variants_for(host, workload, fixed, selective=selective)
-    traces_alternate = "recompute_granularity=alternate" in fixed
+    granularities = workload.runs_in.granularities
+    variants = _variants_for(host, workload, fixed, selective=selective and "selective" in granularities)
+    traces_alternate = "recompute_granularity=alternate" in fixed or (selective and "alternate" in granularities)
     return tuple(variant._replace(alternate=True) for variant in variants) if traces_alternate else variants
 
 
@@ -32,7 +33,7 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     precisions: list[TracedPrecision] = ["fp32"]
     if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
         precisions.append("bf16")
-    if "bf16-weights" in workload.allow:
+    if "bf16-weights" in workload.allow or workload.runs_in.layout.get("master_weights"):
         precisions.append("bf16-pure")
     masks = (False, True) if workload.lengths is not None else (False,)
     is_shared = texts_share_work(host, fixed)

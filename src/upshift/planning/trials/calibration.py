@@ -28,7 +28,6 @@ from upshift.planning.cost.uncertainty import (
     MIN_RECORDS,
     Correction,
     Number,
-    formula_interval,
     held_memory_spread,
     remeasured,
     transfer,
@@ -36,7 +35,6 @@ from upshift.planning.cost.uncertainty import (
 from upshift.planning.plan import Compile, Plan, Precision
 from upshift.planning.search.ranking import COST_KEY, Candidate, Ranking, TooBig
 from upshift.planning.workload import Workload
-from upshift.record import Basis
 from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.versions import installed_version
@@ -134,10 +132,10 @@ class Calibration:
         return self._correct(candidate, workload, _lengths_key(workload)) if self.samples else candidate
 
     def _correct(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
-        assert not candidate.bases, "it was calibrated before"
-        corrections = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
+        assert all(basis.tier == "formula" for basis in candidate.bases.values()), "it was calibrated before"
+        corrections = self._corrections(candidate, _job_key(candidate.plan, lengths))
         factors = {number: correction.factor for number, correction in corrections.items()}
-        bases: dict[Number, Basis] = {number: correction.basis for number, correction in corrections.items()}
+        bases = {**candidate.bases, **{number: correction.basis for number, correction in corrections.items()}}
         time = candidate.time
         memory = candidate.memory
         terms = {name: seconds * factors.get("step", 1.0) for name, seconds in time.terms.items()}
@@ -153,30 +151,33 @@ class Calibration:
             bases=bases,
         )
 
-    def _corrections(self, plan: Plan, job: str) -> dict[Number, Correction]:
+    def _corrections(self, candidate: Candidate, job: str) -> dict[Number, Correction]:
         samples = self._by_job.get(job, [])
         corrections: dict[Number, Correction] = {}
         numbers: tuple[Number, ...] = ("step", "allocated", "held")
         for number in numbers:
             ratios = [_ratio(sample.numbers[number]) for sample in samples if number in sample.numbers]
-            correction = remeasured(number, ratios) if ratios else self._from_others(number, plan)
+            correction = remeasured(number, ratios) if ratios else self._from_others(number, candidate)
             if correction is not None:
                 corrections[number] = correction
         return corrections
 
-    def _from_others(self, number: Number, plan: Plan) -> Correction | None:
+    def _from_others(self, number: Number, candidate: Candidate) -> Correction | None:
         """Return the correction by other plans: those of the same precision and compile mode, or all if they are too few."""
+        plan = candidate.plan
         key = (number, plan.precision, plan.torch_compile, plan.device)
         if key not in self._cached_corrections:
-            self._cached_corrections[key] = self._median_of_others(number, plan)
+            self._cached_corrections[key] = self._median_of_others(number, candidate)
         return self._cached_corrections[key]
 
-    def _median_of_others(self, number: Number, plan: Plan) -> Correction | None:
-        if number not in TRANSFERRED_NUMBERS:
+    def _median_of_others(self, number: Number, candidate: Candidate) -> Correction | None:
+        interval = candidate.basis(number).interval
+        if number not in TRANSFERRED_NUMBERS or interval is None:
             return None
+        plan = candidate.plan
         similar_ratios = self._ratios.get((number, plan.precision, plan.torch_compile), ())
         ratios = similar_ratios if len(similar_ratios) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
-        return transfer(formula_interval(number, plan), ratios) if ratios else None
+        return transfer(interval, ratios) if ratios else None
 
     @cached_property
     def _cached_corrections(self) -> dict[tuple[Number, str, str, str], Correction | None]:

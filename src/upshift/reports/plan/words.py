@@ -43,6 +43,7 @@ def sentence(plan: Plan, num_layers: int) -> str:
         "the loss in chunks" if plan.loss_chunk_tokens else "",
         f"weights on the {plan.weight_offload}" if plan.weight_offload != "none" else "",
         "activations on the host" if plan.activation_offload else "",
+        "updates rounded to the nearest" * plan.rounds_to_nearest,
         plan.optim + (" in the backward pass" if plan.optimizer_in_backward else "") + (" on the host" * plan.optim_offload),
     ]
     return ", ".join(part for part in parts if part)
@@ -50,7 +51,7 @@ def sentence(plan: Plan, num_layers: int) -> str:
 
 def layout_words(layout: Layout) -> str:
     words = [f"{STAGES[layout.fully_shard]} over {layout.shard_size:,}"] if layout.fully_shard != "no" else []
-    words += ["fp32 master weights"] * layout.master_weights
+    words += ["fp32 master weights"] * layout.master_weights + ["gradients in bf16"] * layout.bf16_gradients
     if layout.tensor_parallel > 1:
         words.append(f"tensor parallel {layout.tensor_parallel}{' with sequence parallel' * layout.sequence_parallel}")
         words += ["inputs gathered again"] * layout.gather_again + ["vocabulary parallel"] * layout.vocabulary_parallel

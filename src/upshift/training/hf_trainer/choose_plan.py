@@ -37,7 +37,7 @@ from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training, with_default
-from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
+from upshift.planning.search.constraints import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow, parse_value
 from upshift.planning.trials.runner import TrialRequest

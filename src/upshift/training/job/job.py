@@ -17,8 +17,7 @@ from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import Tracer
 from upshift.planning.plan import ALONE
-from upshift.planning.row_sharing import warning_about_splits, why_not_isolated
-from upshift.planning.search.constraints import conflict_with_pairs
+from upshift.planning.search.constraints import conflict_with_pairs, warning_about_splits, why_not_isolated
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.arguments import Arguments
@@ -96,7 +95,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     problem = conflict_with_pairs(job.plan) if data.objective.has_pairs else None
     if problem is not None:
         raise RequestError(problem)
-    if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
+    if job.plan.fused_kernels or job.plan.loss_kernel != "eager" or job.plan.rounds_to_nearest:
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
     _check_isolation(source, job, data)

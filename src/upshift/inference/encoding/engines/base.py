@@ -78,17 +78,30 @@ def load_forward(source: ModelSource, config: EncodingConfig) -> Any:
     return _forward_module(model, config)
 
 
-def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
-    """Raise RequestError if the files lack weights that the results depend on. Only the headers of the files are read."""
+def load_forward_part(source: ModelSource, config: EncodingConfig, dtype: Any) -> Any:
+    """Return the module of ``load_forward`` with this rank's part of the weights, in a dtype of torch."""
+    from upshift.inference.tensor_parallel import load_part
+
+    return _forward_module(load_part(source, model_class(source, config), dtype), config)
+
+
+def build_empty_encoder(source: ModelSource, config: EncodingConfig) -> Any:
+    """Return the model without weights, on the meta device."""
     import torch
 
-    from upshift.loading.fill_model import check_files
     from upshift.loading.load import build_empty
+
+    return build_empty(model_class(source, config), source.hf_config, torch.float32).eval()
+
+
+def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
+    """Raise RequestError if the files lack weights that the results depend on. Only the headers of the files are read."""
+    from upshift.loading.fill_model import check_files
 
     if stored_for(source) is not None:  # a format that only one engine reads
         return
     embeds = gives_states(config)
-    model = build_empty(model_class(source, config), source.hf_config, torch.float32).eval()
+    model = build_empty_encoder(source, config)
     check_files(source, model, run=partial(_encode_two_tokens, config) if embeds else None, all_used=not embeds)
 
 

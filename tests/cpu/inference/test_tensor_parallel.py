@@ -1,0 +1,178 @@
+"""Models that several ranks compute together: the answers and rows of one process, and what cannot be divided in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from chat_models import byte_level_tokenizer
+from command import Command
+
+from upshift.errors import EngineEnded, JobFailed
+from upshift.hardware.detect import detect
+from upshift.inference import registry, tensor_parallel
+from upshift.inference.generation.engines import torch_decoder
+from upshift.inference.workers import rank_group, rank_process
+from upshift.inference.workers.dispatcher import Job
+from upshift.inference.workers.rank_group import RankGroup
+
+PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question", "a", "trees and")
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+SMALLER = {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 1}
+TWO = ("--tensor-parallel", 2)
+
+
+class ForkedRank:
+    """Stands for ``subprocess.Popen`` of a rank: a fork of this process, which has imported everything."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **streams: object) -> None:
+        start = command.index(rank_group.RANK)
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.environ.update(env)
+                sys.argv = command[start:]
+                assert pass_fds == [int(command[start + 1])]
+                rank_process.main()
+            finally:
+                os._exit(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are forks, on a machine with eight cores, and no race."""
+    host = detect()
+    assert host.cpu is not None
+    many_cores = host.changed(cpu=host.cpu.changed(usable_cores=8, physical_cores=8))
+    monkeypatch.setattr(tensor_parallel, "detect", lambda: many_cores)
+    forks = SimpleNamespace(Popen=ForkedRank, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(rank_group, "subprocess", forks)
+    factories = {task: factory._replace(precisions=("fp32",)) for task, factory in registry.ENGINES["torch"].factories.items()}
+    others = {name: spec for name, spec in registry.ENGINES.items() if name in ("openvino", "vllm")}
+    monkeypatch.setattr(registry, "ENGINES", {"torch": registry.ENGINES["torch"]._replace(factories=factories), **others})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose answers vary, with a vocabulary that two ranks cannot halve, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = byte_level_tokenizer()
+    vocabulary = len(tokenizer) + 1 - len(tokenizer) % 2
+    torch.manual_seed(0)
+    special = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3}
+    models = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **special)),
+        "draft": transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALLER, **special)),
+        "bert": transformers.BertModel(transformers.BertConfig(**LLAMA, vocab_size=vocabulary)),
+        "t5": transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=vocabulary, decoder_start_token_id=0
+            )
+        ),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+def generate(folder: Path, *options: object) -> tuple[object, ...]:
+    ask = ("generate", folder / "llama", "--prompts", folder / "prompts.txt", "--max-new-tokens", 9, "--engine", "torch")
+    return (*ask, "--set", "do_sample=true", *options)
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["alone", "draft"])
+def test_two_ranks_write_the_answers_of_one_process(folder: Path, upshift: Command, tmp_path: Path, draft: bool) -> None:
+    options = ("--draft", folder / "draft") if draft else ()
+    for name, devices in {"alone": (), "divided": TWO}.items():
+        answer = upshift(*generate(folder, "--output", tmp_path / f"{name}.jsonl", *devices, *options))
+        assert answer.code == 0, answer.err
+        assert ("torch fp32 on 2 devices" in answer.out) == (name == "divided")
+    alone, divided = ((tmp_path / f"{name}.jsonl").read_text() for name in ("alone", "divided"))
+    assert divided == alone and len(set(alone.splitlines())) == len(PROMPTS)
+
+
+def test_two_ranks_write_the_rows_of_one_process(folder: Path, upshift: Command, tmp_path: Path) -> None:
+    for name, devices in {"alone": (), "divided": TWO}.items():
+        ask = ("encode", folder / "llama", "--input", folder / "prompts.txt", "--output", tmp_path / f"{name}.npy")
+        answer = upshift(*ask, "--engine", "torch", *devices)
+        assert answer.code == 0, answer.err
+    alone, divided = (np.load(tmp_path / f"{name}.npy") for name in ("alone", "divided"))
+    assert alone.shape == (len(PROMPTS), 32) and 0 < np.abs(alone - divided).max() < 1e-5
+
+
+def test_a_killed_rank_is_one_line_and_all_ranks_end(
+    folder: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[RankGroup] = []
+
+    class Dying(RankGroup):
+        def compute(self, method: str, *arguments: object) -> object:
+            if method == "step":
+                groups.append(self)
+                os.kill(self.pids[1], signal.SIGKILL)
+            return super().compute(method, *arguments)
+
+    monkeypatch.setattr(torch_decoder, "RankGroup", Dying)
+    answer = upshift(*generate(folder, "--output", tmp_path / "out.jsonl", *TWO))
+    (line,) = (line for line in answer.err.splitlines() if line.startswith("upshift:"))
+    assert answer.code == 1 and "rank 1 of the 2 ranks of the model ended with signal 9 (SIGKILL)" in line
+    for pid in groups[0].pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
+    group = RankGroup(Job("decimal:Context", {"prec": 9}), 2, "cpu")
+    with pytest.raises(JobFailed, match="a worker failed"):
+        group.compute("no_such_method")
+    with pytest.raises((EngineEnded, OSError)):
+        group.compute("clear_flags")
+
+
+def test_what_cannot_be_divided_is_one_line(
+    folder: Path, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ("--prompts", folder / "prompts.txt", "--output", tmp_path / "out.jsonl")
+    texts = ("--input", folder / "prompts.txt", "--output", tmp_path / "rows.npy")
+    wrong = {
+        "4 heads of queries and 2 of keys and values; use one of 2": ("generate", "llama", *file, "--tensor-parallel", 3),
+        "more than the 8 cores that are here; ask for at most 8": ("generate", "wide", *file, "--tensor-parallel", 16),
+        "--tensor-parallel 0": ("generate", "llama", *file, "--tensor-parallel", 0),
+        "--engine is openvino; leave one": ("generate", "llama", *file, *TWO, "--engine", "openvino"),
+        "divides decoders and encoders": ("generate", "t5", *file, *TWO),
+        "does not take --tensor-parallel": ("generate", "llama", *file, *TWO, "--backend", "xla"),
+        "--tensor-parallel is not possible with --format": ("generate", "llama", *file, *TWO, "--format", "openai-batch"),
+        "(BertModel): the model declares no tensor-parallel plan": ("encode", "bert", *texts, *TWO),
+    }  # fmt: skip
+    wide = transformers.LlamaConfig(**{**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 16}, vocab_size=348)
+    transformers.LlamaForCausalLM(wide).save_pretrained(folder / "wide")
+    byte_level_tokenizer().save_pretrained(folder / "wide")
+    for text, (command, model, *options) in wrong.items():
+        answer = upshift(command, folder / model, *options)
+        (line,) = (line for line in answer.err.splitlines() if line.startswith("upshift:"))
+        assert answer.code == 2 and text in line and "Traceback" not in answer.err, answer.err
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for command, options in {"generate": file, "encode": texts}.items():
+        answer = upshift(command, folder / "llama", *options)
+        assert answer.code == 2 and "--tensor-parallel 2 for one model" in answer.err, answer.err
