@@ -26,7 +26,7 @@ LIGHT_LIBRARIES := $(QUICK_LIBRARIES) jinja2 plotly nvidia-ml-py safetensors tok
 	prometheus-client optuna cloudpickle pytest pytest-xdist hypothesis ruff mypy
 WHEEL := build/wheel
 
-.PHONY: help demo test gpu test-newest test-oldest light mutants check docs wheel clean
+.PHONY: help demo test gpu test-newest test-oldest test-vllm light mutants check docs wheel clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
@@ -34,6 +34,7 @@ help:
 	@echo "make gpu    run every part on this machine's GPUs in about a quarter of an hour; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
 	@echo "make test-oldest   the same, and traces of models, with the oldest torch and transformers that Upshift takes"
+	@echo "make test-vllm   what runs vLLM, with a real one for CPUs in .venv-vllm (3.4 GB, made once)"
 	@echo "make light  only the tests that need no torch, without installing it"
 	@echo "make mutants  change planning, checkpoints, data and the loss split in 380 small places; does a test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
@@ -91,6 +92,11 @@ test-oldest: $(OLDEST)/.made
 $(OLDEST)/.made: pyproject.toml
 	$(call environment,$(OLDEST),$(OLDEST_LIBRARIES))
 	@touch $@
+
+# The environment is kept as long as the commands that make it stay the same. A test starts vLLM, which takes 20 to 60 s, so one runs
+# at a time. Options: make test-vllm PYTEST_OPTIONS='-k two_ranks'
+test-vllm: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/real_vllm.py $(PYTEST_OPTIONS)
 
 light: $(VENV)/.light
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
@@ -164,5 +170,5 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,7 @@ from upshift.planning.inference.memory import (
 )
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS, WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.planner import InferencePlanning, plan_profile, rank_plans
-from upshift.planning.inference.space import check_allow
+from upshift.planning.inference.space import ONE_GROUP, check_allow, fix_stored_weights, read_stored_weights
 from upshift.planning.inference.time import build_engine
 from upshift.units import GIB, KIB
 
@@ -39,6 +39,34 @@ ASK = InferenceWorkload(prompt_length=512, output_length=256)
 
 MODELS = {"llama": LLAMA_8B, "sliding": SLIDING, "mixture": MIXTURE}
 HOSTS = ("h100", "8xh100", "2x8xa100-80gb", "4xl40s", "t4", "8xb200", "epyc-9654-768gb", "xeon-8480-512gb", "mi300x")
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, ("int4", 64)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, ("int4", ONE_GROUP)),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, ("int8", None)),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 64}, None),
+        ({"quant_method": "fp8"}, ("fp8", None)),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("int4", ONE_GROUP)),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}}, ("int4", 32)),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}, ("fp8", None)),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}}}, None),
+        (None, None),
+    ],
+)
+def test_stored_weights_are_planned_as_their_config_declares_them(stored: dict[str, Any] | None, expected: object) -> None:
+    config = {"quantization_config": stored}
+    assert read_stored_weights(config) == expected
+    host = describe("h100")
+    changed = fix_stored_weights(config, host, ASK, ())
+    assert (changed is None) == (expected is None) and fix_stored_weights(config, host, ASK, ("weights=bf16",)) is None
+    if changed is not None and expected is not None:
+        ranking = plan_profile(LLAMA_8B, host, *changed).ranking
+        assert {candidate.plan.weights for candidate in ranking.candidates} == {expected[0]}
+        plain = plan_profile(LLAMA_8B, host, ASK).best.memory.weights
+        assert ranking.candidates[0].memory.weights < 0.65 * plain
 
 
 PLAIN = ReplicaShape("bf16", "bf16", tensor_parallel=1, pipeline_parallel=1, execution="graphs")
@@ -57,7 +85,9 @@ def test_a_plan_becomes_the_arguments_of_vllm() -> None:
     }  # fmt: skip
     plain = plan.changed(weights="fp16", kv_cache="fp16", tensor_parallel=1, pipeline_parallel=1, replicas=1, execution="graphs")
     assert {*(arguments_of_plan(plain) or {})} == {"dtype", "max_num_seqs", "max_num_batched_tokens"}
-    assert arguments_of_plan(plan.changed(weights="int4")) is None and arguments_of_plan(plan.changed(kv_cache="int8")) is None
+    stored = plan.changed(weights="int4", replicas=1)
+    assert {*(arguments_of_plan(stored, is_stored=True) or {})} == {"max_num_seqs", "max_num_batched_tokens"}
+    assert arguments_of_plan(stored) is None and arguments_of_plan(plan.changed(kv_cache="int8")) is None
 
 
 def test_cache_of_grouped_heads() -> None:

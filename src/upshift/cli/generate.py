@@ -338,9 +338,11 @@ def _generator_arguments(model: str, race_options: Mapping[str, Any], *, chat: b
 
 def _prepare(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
     """Return the generator and its checked options."""
+    from upshift.inference.engine_environment import choose_environment
     from upshift.inference.weights import find_weights
 
-    find_weights(arguments["model"])  # a wrong path is refused before libraries are imported
+    find_weights(arguments["model"])  # a wrong path, or a wrong interpreter, is refused before libraries are imported
+    choose_environment(arguments["engine"], arguments["engine_python"], arguments["engine_arguments"])
     with importing():
         from upshift.inference.generation.generator import Generator
 

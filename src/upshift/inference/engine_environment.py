@@ -100,11 +100,16 @@ class EngineEnvironment(Value):
     version: str  # vLLM's version
     torch: str | None = None
     transformers: str | None = None
+    quantizations: tuple[str, ...] | None = Field(None, description="methods of quantized weights that vLLM lists; None: unknown")
     arguments: EngineArguments = EngineArguments()
 
     def allows(self, precision: str) -> bool:
         """Return whether the fixed dtype, if there is one, is that of a precision."""
         return self.arguments.dtype is None or DTYPES[self.arguments.dtype] == precision
+
+    def has_quantization(self, method: str) -> bool:
+        """Return whether vLLM lists a method of quantized weights. Where its list is unknown, vLLM itself decides."""
+        return self.quantizations is None or method in self.quantizations
 
     def describe(self) -> str:
         """Return one line: ``vllm 0.32.0, torch 2.13.0+cpu, transformers 5.19.0``."""
@@ -117,9 +122,11 @@ def choose_environment(
 ) -> EngineEnvironment | None:
     """Return the environment of the engine that has its own, or None if it cannot be chosen or the user names none.
 
-    Raise RequestError if the user names an interpreter or arguments, and another engine. ``engine``: the only engine to use."""
+    Raise RequestError if the user names an interpreter or arguments, and another engine, or that engine and nothing is found.
+    ``engine``: the only engine to use."""
     if engine in (None, "vllm"):
-        return find_environment(None if python is None else Path(python), arguments)
+        environment = find_environment(None if python is None else Path(python), arguments)
+        return environment if engine is None else require_environment(environment)
     option_name = "--engine-python" if python is not None else "--engine-set" if arguments else None
     if option_name is not None:
         raise RequestError(f"{option_name} is for --engine vllm, and --engine is {engine}; leave one of them out")
@@ -152,6 +159,7 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
         version=versions["vllm"],
         torch=versions.get("torch"),
         transformers=versions.get("transformers"),
+        quantizations=versions.get("quantizations"),
         arguments=fixed,
     )
 
@@ -213,17 +221,19 @@ def read_arguments(arguments: Mapping[str, Any]) -> EngineArguments:
         raise RequestError(f"--engine-set: {error}") from None
 
 
-def arguments_of_plan(plan: InferencePlan) -> dict[str, Any] | None:
-    """Return vLLM's engine arguments for a plan of generation.
+def arguments_of_plan(plan: InferencePlan, *, is_stored: bool = False) -> dict[str, Any] | None:
+    """Return vLLM's engine arguments for a plan of generation. ``is_stored``: the model's files have the plan's weights, and vLLM
+    reads their format and its dtype from the config.
 
     Return None for weights or cached keys and values in 8 or 4 bit integers, because vLLM loads such weights from their own
     files alone."""
-    if plan.weights in ("int8", "int4") or plan.kv_cache == "int8":
+    if (plan.weights in ("int8", "int4") and not is_stored) or plan.kv_cache == "int8":
         return None
-    dtype = next((dtype for dtype, precision in DTYPES.items() if precision == plan.weights), "bfloat16")
-    arguments: dict[str, Any] = {"dtype": dtype}
-    if plan.weights == "fp8":
-        arguments["quantization"] = "fp8"
+    arguments: dict[str, Any] = {}
+    if not is_stored:
+        arguments["dtype"] = next((dtype for dtype, precision in DTYPES.items() if precision == plan.weights), "bfloat16")
+        if plan.weights == "fp8":
+            arguments["quantization"] = "fp8"
     if plan.kv_cache == "fp8":
         arguments["kv_cache_dtype"] = "fp8"
     degrees = {

@@ -300,7 +300,7 @@ def contestants(
     exact: bool,
     batch: int,
     hint: Hint,
-    stored: EngineName | None = None,
+    stored: tuple[EngineName, ...] = (),
     reference: Precision = "fp32",
     environment: EngineEnvironment | None = None,
     tensor_parallel: int = 1,
@@ -316,7 +316,7 @@ def contestants(
         exact: leave out setups that round, because they cannot win under the quality "exact".
         batch: batch of every setup.
         hint: hint of every setup.
-        stored: the only engine that can load weights that are quantized already.
+        stored: the engines that can load weights that are quantized already, the reference first. Empty: the weights are plain.
         reference: precision of the reference, transformers in torch.
         environment: of the engine that has its own.
         tensor_parallel: devices that share each layer. Above 1, only transformers in torch divides a model.
@@ -324,7 +324,7 @@ def contestants(
     device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
     base = EngineSetup(
-        engine=stored or "torch",
+        engine="torch",
         precision="stored",
         device=device,
         threads=threads,
@@ -332,8 +332,13 @@ def contestants(
         hint=hint,
         tensor_parallel=tensor_parallel,
     )
-    if stored is not None:
-        return [base if ENGINES[stored].factories[task].precisions_on(device) else base.changed(device="cpu")]
+    if stored:
+        computes_exactly = environment is not None and environment.arguments.dtype == "float32"
+        return [
+            _stored_setup(task, base, name, environment)
+            for name in stored
+            if name == stored[0] or (tensor_parallel == 1 and (not exact or computes_exactly))
+        ]
     excluded = _excluded_precisions(host, exact=exact, reference=reference)
     setups = []
     for name, spec in ENGINES.items():
@@ -351,6 +356,13 @@ def contestants(
         if precisions and _supports(task, factory, source):
             setups += [base.changed(engine=name, precision=precision, environment=engine_environment) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
+
+
+def _stored_setup(task: Task, base: EngineSetup, name: EngineName, environment: EngineEnvironment | None) -> EngineSetup:
+    """Return the setup of an engine for weights as they are stored, on the CPU if the engine has no GPU."""
+    spec = ENGINES[name]
+    device = base.device if spec.factories[task].precisions_on(base.device) else "cpu"
+    return base.changed(engine=name, device=device, environment=environment if spec.has_environment else None)
 
 
 def _excluded_precisions(host: Host, *, exact: bool, reference: Precision) -> set[Precision]:

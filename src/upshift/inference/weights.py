@@ -18,6 +18,7 @@ from upshift.settings import read_settings
 
 OPENVINO_FILE = "openvino_model.xml"  # the name that OpenVINO's tools use
 OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder; only Upshift writes such a pair
+MAX_UNMEASURED_QUALITY = 0.99  # the highest bound for 16 bits where nothing can be compared
 MEMORY_FACTOR = 1.5  # memory over bytes of weights: the export of a Llama of 134 M parameters to OpenVINO took 1.26
 
 
@@ -49,10 +50,55 @@ def find_plain_weights(model: str) -> ModelSource:
 
 
 def stored_for(source: ModelSource) -> EngineName | None:
-    """Return the only engine that can load the model's quantized weights, or None if they are not quantized."""
+    """Return the engine of our own environment that loads the model's quantized weights, or None if they are not quantized."""
     if source.config.get("quantization_config"):
         return "torch"
     return None if weight_files(source)[0].suffix == ".safetensors" else "openvino"
+
+
+def loading_engines(source: ModelSource, environment: EngineEnvironment | None) -> tuple[EngineName, ...]:
+    """Return the engines that can load the model's quantized weights, the reference of a race first. Return none if the weights
+    are not quantized.
+
+    ``environment``: the environment with vLLM. vLLM is alone if transformers cannot load the weights."""
+    stored = stored_for(source)
+    if stored is None:
+        return ()
+    method = quantization_method(source)
+    if stored != "torch" or environment is None or method is None or not environment.has_quantization(method):
+        return (stored,)
+    return (stored, "vllm") if _transformers_problem(source) is None else ("vllm",)
+
+
+def quantization_method(source: ModelSource) -> str | None:
+    """Return the method of the weights that are quantized in a format of transformers, such as gptq, or None."""
+    return (source.config.get("quantization_config") or {}).get("quant_method")
+
+
+def check_stored_quality(source: ModelSource, engine: str | None, quality: float | str, environment: EngineEnvironment) -> None:
+    """Raise RequestError if vLLM would have to compute quantized weights more exactly than it can, or than can be compared.
+
+    ``engine``: the only engine to use. vLLM computes the known formats in 16 bits, unless the user fixes another dtype."""
+    engines = loading_engines(source, environment)
+    if "vllm" not in engines or engine not in (None, "vllm"):
+        return
+    if engines == ("vllm",) and (quality == "exact" or float(quality) > MAX_UNMEASURED_QUALITY):
+        raise RequestError(
+            f"transformers does not load the weights of {source.reference!r} ({_transformers_problem(source)}); vLLM "
+            f"{environment.version} may, but then nothing measures how near its numbers are: allow it with --quality "
+            f"{MAX_UNMEASURED_QUALITY}"
+        )
+    if engine == "vllm" and quality == "exact" and environment.arguments.dtype != "float32":
+        raise RequestError(
+            f"--engine vllm computes the quantized weights of {source.reference!r} in 16 bits, and --quality exact compares "
+            "fp32; give a cosine to transformers that is enough, such as --quality 0.99"
+        )
+
+
+def _transformers_problem(source: ModelSource) -> str | None:
+    from upshift.loading.load import find_quantization_problem
+
+    return find_quantization_problem(source)
 
 
 def check_requested_engine(
@@ -63,13 +109,18 @@ def check_requested_engine(
     Raise RequestError if that engine cannot run, or if the weights are quantized for another engine, or for one that cannot
     run."""
     requested = None if engine is None else check_engine(task, engine, source, host, environment)
-    stored = stored_for(source)
-    if stored is not None:
-        stored = check_engine(task, stored, source, host)
-    if stored is not None and requested not in (None, stored):
+    engines = loading_engines(source, environment)
+    if not engines:
+        return requested
+    if "vllm" not in engines:
+        check_engine(task, engines[0], source, host)
+    if requested not in (None, "torch", *engines):
+        stored = stored_for(source)
+        method = quantization_method(source)
+        lacks = f", and vLLM lists no {method!r}" if requested == "vllm" and method is not None else ""
         raise RequestError(
-            f"the weights of {source.reference!r} are stored for {stored}; --engine {engine} cannot load them: leave it out, or "
-            "give the model that they were made from"
+            f"the weights of {source.reference!r} are stored for {stored}{lacks}; --engine {engine} cannot load them: leave it "
+            "out, or give the model that they were made from"
         )
     return requested
 

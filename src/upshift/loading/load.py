@@ -192,6 +192,20 @@ def check_quantization_method(source: ModelSource) -> str:
     return str(method)
 
 
+def find_quantization_problem(source: ModelSource) -> str | None:
+    """Return why transformers cannot load quantized weights in this environment, or None. Nothing is loaded.
+
+    A library or a GPU may be missing."""
+    stored: Any = source.config["quantization_config"]
+    try:
+        method = check_quantization_method(source)
+        quantizer: Any = AutoHfQuantizer.from_config({**stored, "quant_method": method}, pre_quantized=True)
+        quantizer.validate_environment(dtype=None, device_map=None, weights_only=True)
+    except (ImportError, RuntimeError, TypeError, ValueError, RequestError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
 def place_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions
 ) -> Placement:

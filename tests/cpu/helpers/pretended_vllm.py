@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REFUSED = 7  # a prompt that begins with this token
-VERSIONS = {"python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0"}
+VERSIONS = {"python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0", "quantizations": ["fp8", "gptq"]}
 
 
 def make_interpreter(folder: Path, table: list[list[float]], mode: str = "") -> Path:

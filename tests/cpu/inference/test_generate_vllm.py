@@ -357,3 +357,14 @@ def test_a_draft_model_changes_no_text(real: tuple[str, upshift.Generator]) -> N
     model, _ = real
     drafted = upshift.Generator(model, engine="vllm", engine_python=REAL, draft=model)
     assert [answer.tokens for answer in drafted.generate(PROMPTS, max_new_tokens=NEW)] == by_transformers(model, PROMPTS)
+
+
+@NEEDS_REAL
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two stages need two cores")
+def test_two_stages_are_refused_by_vllm_in_one_line(real: tuple[str, upshift.Generator]) -> None:
+    """vLLM 0.32.0 has no pipelines on CPUs. docs/many_hosts.md says so; a version that has them fails here."""
+    model, _ = real
+    stages = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"pipeline_parallel_size": 2})
+    with pytest.raises(RequestError, match="no setup of --engine vllm is within .*KeyError") as refused:
+        stages.generate(PROMPTS, max_new_tokens=NEW)
+    assert "\n" not in str(refused.value)

@@ -23,7 +23,7 @@ from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
-from upshift.planning.inference.space import check_allow
+from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
@@ -110,28 +110,30 @@ def run(
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
         profile_by = profiler(source, quick=is_quick)
+        as_stored = fix_stored_weights(source.config, host, workload, fixed)
+        workload, fixed = as_stored or (workload, fixed)
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)
+    is_stored = as_stored is not None
     if output.target is not None:
-        _write_configuration(planning, *output.target)
+        _write_configuration(planning, *output.target, is_stored=is_stored)
     if output.as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=output.rows or MAX_SHOWN_PLANS)) + "\n")
         return
-    _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS)
+    _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS, is_stored=is_stored)
     stored = source.config.get("quantization_config")
     if stored:
-        tables.dim(
-            f"{model} is stored with {stored.get('quant_method', 'a quantization')}. The plans count the weights as they were "
-            "before, in the precision of the table"
-        )
+        counted = "as they are stored" if is_stored else "as they were before, in the precision of the table"
+        method = stored.get("quant_method", "a quantization")
+        tables.dim(f"{model} is stored with {method}. The plans count the weights {counted}")
 
 
-def _write_configuration(planning: InferencePlanning, program: str, path: Path) -> None:
+def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
     """Write the best plan as the file of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
     from upshift.inference.engine_environment import arguments_of_plan
     from upshift.planning.programs.write import write_document
 
     plan = planning.best.plan
-    arguments = arguments_of_plan(plan)
+    arguments = arguments_of_plan(plan, is_stored=is_stored)
     if arguments is None:
         raise RequestError(
             f"a configuration of {program} cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
@@ -142,7 +144,7 @@ def _write_configuration(planning: InferencePlanning, program: str, path: Path) 
     tables.err.print(f"Wrote {path}", highlight=False)
 
 
-def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
+def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) -> None:
     host = planning.host
     workload = planning.workload
     lengths = f"{workload.prompt_length}"
@@ -159,7 +161,7 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     tables.out.print(_reasons_table(planning))
     print_rejected(planning.ranking.rejected)
     if workload.task == "generate" and workload.program in (OWN, "vllm"):
-        _print_vllm_command(planning)
+        _print_vllm_command(planning, is_stored=is_stored)
     expected_error = "the error for such devices is unknown"
     if numbers.interval is not None:
         expected_error = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
@@ -172,22 +174,25 @@ def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
     tables.dim(f"Predicted{program}, untried: {expected_error}.")
 
 
-def _print_vllm_command(planning: InferencePlanning) -> None:
+def _print_vllm_command(planning: InferencePlanning, *, is_stored: bool) -> None:
     """Print the command that starts vLLM by the best plan."""
     from upshift.inference.engine_environment import arguments_of_plan
+    from upshift.inference.weights import MAX_UNMEASURED_QUALITY
 
-    arguments = arguments_of_plan(planning.best.plan)
+    arguments = arguments_of_plan(planning.best.plan, is_stored=is_stored)
     if arguments is None:
         tables.dim("vLLM has no arguments for this plan: it reads weights in 8 and 4 bit integers from their own files alone")
         return
     arguments["max_model_len"] = planning.workload.longest
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in arguments.items()]
     tables.out.print(f"By vLLM: vllm serve MODEL {' '.join(words)}", soft_wrap=True, highlight=False)
-    _print_serve_command(planning, arguments)
+    _print_serve_command(planning, arguments, quality=f" --quality {MAX_UNMEASURED_QUALITY}" if is_stored else "")
 
 
-def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any]) -> None:
-    """Print the command that serves by the best plan with the engine vllm, or what the plan needs beyond it."""
+def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any], *, quality: str) -> None:
+    """Print the command that serves by the best plan with the engine vllm, or what the plan needs beyond it.
+
+    ``quality``: the option that quantized weights need."""
     host = planning.host
     plan = planning.best.plan
     devices = max(host.gpus_per_node, 1)
@@ -205,7 +210,7 @@ def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any])
         fixed["data_parallel_size"] = replicas
     settings = " ".join(f"--engine-set {name}={str(value).lower() if value is True else value}" for name, value in fixed.items())
     concurrency = (plan.max_concurrency or 1) * replicas
-    serve = f"serve MODEL --engine vllm --concurrency {concurrency} {settings}"
+    serve = f"serve MODEL --engine vllm{quality} --concurrency {concurrency} {settings}"
     nodes = -(-plan.replicas // replicas)
     if nodes > 1:
         size = f"--nodes {nodes} --gpus {host.gpus_per_node} --image IMAGE --cpus N --memory SIZE"

@@ -15,7 +15,7 @@ from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft, load_draft
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
-from upshift.inference.generation.engines.vllm_engine import check_arguments, check_supported, find_unsupported
+from upshift.inference.generation.engines.vllm_engine import check_environment, check_supported, find_unsupported
 from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.model import (
     CacheBytes,
@@ -147,7 +147,7 @@ class Generator:
             self._engine = "torch"
             self._environment = None  # of vLLM
         if self._environment is not None:
-            check_arguments(self._environment.arguments, self.source, self.host)
+            check_environment(self._environment, self.source, self.host, self._engine, self.quality)
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None
         self.prompts = Prompts(self.source, chat=chat)
         self._draft = None if draft is None else find_draft(draft, self.source, self.prompts.tokenizer, self._engine)

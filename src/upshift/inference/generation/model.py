@@ -12,7 +12,7 @@ from upshift.hardware.spec import Host
 from upshift.inference.computing_device import free_memory
 from upshift.inference.race.types import Quality
 from upshift.inference.registry import Device, EngineSetup, Precision, Task
-from upshift.inference.weights import needed_memory, stored_for, weights_size
+from upshift.inference.weights import MAX_UNMEASURED_QUALITY, needed_memory, stored_for, weights_size
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
 from upshift.loading.offload.disk_store import converted_folder
@@ -178,7 +178,6 @@ def full_cache(past: Sequence[Any] = ()) -> Any:
     return cache
 
 
-MAX_UNMEASURED_QUALITY = 0.99  # highest bound for 16 bits if fp32 does not fit into memory, so that nothing can be compared
 STORED_PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 

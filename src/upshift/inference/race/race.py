@@ -31,7 +31,7 @@ from upshift.inference.race.forecast import Forecast
 from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
 from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
 from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_available
-from upshift.inference.weights import stored_for, weights_identity
+from upshift.inference.weights import loading_engines, weights_identity
 from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.versions import installed_versions
@@ -110,7 +110,7 @@ def race(
         exact=policy.quality == "exact",
         batch=contest.batches[0],
         hint=contest.hint,
-        stored=stored_for(contest.source),
+        stored=loading_engines(contest.source, contest.environment),
         reference=reference,
         environment=contest.environment,
         tensor_parallel=contest.tensor_parallel,

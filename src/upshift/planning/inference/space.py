@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
@@ -27,6 +28,7 @@ CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: fewer favour decoding lat
 FIXED_BY_REQUEST = ("device", "host", "model", "replicas")
 REPLAYED = ("cuda", "hpu", "xla")  # devices that replay a recorded step
 DEGREES = ("tensor_parallel", "pipeline_parallel")
+ONE_GROUP = 2**31  # more inputs than a matrix has: each output has one scale
 
 
 def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
@@ -60,7 +62,7 @@ def _of_program(values: dict[str, list[Any]], workload: InferenceWorkload) -> di
 def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
     values: dict[str, list[Any]] = {
-        "weights": _weight_precisions(host, workload),
+        "weights": legal_weights(host, workload),
         "kv_cache": _cache_precisions(host, workload),
         "execution": _executions(host),
     }
@@ -223,7 +225,8 @@ def _half_precisions(host: Host) -> list[WeightPrecision]:
     return [name for name in ("bf16", "fp16") if host.supports(name) is not False]
 
 
-def _weight_precisions(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+def legal_weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+    """Return the precisions of weights that the host computes with, and that the workload allows."""
     half_precisions = _half_precisions(host)
     allowed = set(workload.allow)
     precisions: list[WeightPrecision] = ["fp32", *half_precisions]
@@ -258,3 +261,51 @@ def _pipeline_degrees(host: Host, profile: ModelProfile) -> list[int]:
 def _executions(host: Host) -> list[Execution]:
     replays = host.device in REPLAYED or bool(host.measured and host.measured.compiler)
     return ["graphs", "eager"] if replays else ["eager"]
+
+
+class StoredWeights(NamedTuple):
+    """The precision of quantized weights, and how many of them share a scale. ``group_size`` is None for other than 4 bits."""
+
+    weights: WeightPrecision
+    group_size: int | None = None
+
+
+def read_stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
+    """Return the precision of a model's quantized weights, or None if they are plain, or if the planner has no such precision."""
+    stored = config.get("quantization_config") or {}
+    groups = stored.get("config_groups")  # of compressed-tensors
+    if isinstance(groups, Mapping):
+        kinds = {_precision_of_weights((group or {}).get("weights") or {}) for group in groups.values()}
+        return kinds.pop() if len(kinds) == 1 else None
+    if "fp8" in str(stored.get("quant_method")):
+        return StoredWeights("fp8")
+    bits = stored.get("bits") or 4 * bool(stored.get("load_in_4bit")) or 8 * bool(stored.get("load_in_8bit"))
+    return _precision_of_weights({"num_bits": bits, "group_size": stored.get("group_size")})
+
+
+def _precision_of_weights(weights: Mapping[str, Any]) -> StoredWeights | None:
+    bits = weights.get("num_bits")
+    is_float = weights.get("type") == "float"
+    if bits == 8:
+        return StoredWeights("fp8" if is_float else "int8")
+    if bits != 4 or is_float:
+        return None
+    size = weights.get("group_size")
+    return StoredWeights("int4", size if isinstance(size, int) and size > 0 else ONE_GROUP)
+
+
+def fix_stored_weights(
+    config: Mapping[str, Any], host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]
+) -> tuple[InferenceWorkload, tuple[str, ...]] | None:
+    """Return the workload and the fixed fields for weights as they are stored.
+
+    Return None if the weights are plain, if the user fixes other weights, or if the host cannot compute with the stored ones."""
+    stored = read_stored_weights(config)
+    if stored is None or any(text.partition("=")[0] in ("weights", "group_size") for text in fixed):
+        return None
+    allow = WEIGHTS[stored.weights].allow
+    allowed = workload if allow is None or allow in workload.allow else workload.changed(allow=(*workload.allow, allow))
+    if stored.weights not in _legal_here(host, allowed)["weights"]:
+        return None
+    groups = () if stored.group_size is None else (f"group_size={stored.group_size}",)
+    return allowed, (*fixed, f"weights={stored.weights}", *groups)

