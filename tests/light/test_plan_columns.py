@@ -107,5 +107,6 @@ def test_training(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", SERVING)
 def test_serving(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planning = serving_planning(name)
-    text = printed(inference._print_planning, planning, width, monkeypatch)
+    show = partial(inference._print_planning, is_stored=False)
+    text = printed(show, planning, width, monkeypatch)
     check_columns(text, width, [entry.plan for entry in planning.ranking.candidates], inference_plan.CHOICE_KINDS)

@@ -333,12 +333,7 @@ def contestants(
         tensor_parallel=tensor_parallel,
     )
     if stored:
-        computes_exactly = environment is not None and environment.arguments.dtype == "float32"
-        return [
-            _stored_setup(task, base, name, environment)
-            for name in stored
-            if name == stored[0] or (tensor_parallel == 1 and (not exact or computes_exactly))
-        ]
+        return _stored_setups(task, base, stored, environment, exact=exact)
     excluded = _excluded_precisions(host, exact=exact, reference=reference)
     setups = []
     for name, spec in ENGINES.items():
@@ -356,6 +351,15 @@ def contestants(
         if precisions and _supports(task, factory, source):
             setups += [base.changed(engine=name, precision=precision, environment=engine_environment) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
+
+
+def _stored_setups(
+    task: Task, base: EngineSetup, names: tuple[EngineName, ...], environment: EngineEnvironment | None, *, exact: bool
+) -> list[EngineSetup]:
+    """Return the setups for weights that are quantized already, the reference first. Another engine may round otherwise."""
+    computes_exactly = environment is not None and environment.arguments.dtype == "float32"
+    has_others = base.tensor_parallel == 1 and (not exact or computes_exactly)
+    return [_stored_setup(task, base, name, environment) for name in (names if has_others else names[:1])]
 
 
 def _stored_setup(task: Task, base: EngineSetup, name: EngineName, environment: EngineEnvironment | None) -> EngineSetup:
