@@ -151,7 +151,8 @@ class RunDisplay:
             memory += f" ({format_bytes(self.predicted_bytes)} predicted)"
         speed = f"{event.tokens_per_second:,.0f} {event.unit}/s"
         rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
-        text = f"loss {event.loss:.3f}{rewards} · {speed} · {format_seconds(event.seconds_left)} left · {memory}"
+        left = f"{format_seconds(event.seconds_left)} left" if event.seconds_left > 0 else "ending"
+        text = f"loss {event.loss:.3f}{rewards} · {speed} · {left} · {memory}"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         if event.logged_loss is not None:
             norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"

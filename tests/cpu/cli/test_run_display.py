@@ -13,6 +13,7 @@ from test_progress import Clock, clock  # noqa: F401
 
 from upshift.cli import progress, tables
 from upshift.cli.run_display import RunDisplay
+from upshift.reports.run.demo import summary_of
 from upshift.training.loop.events import Started, StepDone
 
 PHASES: list[tuple[str, Callable[[Any], None]]] = [
@@ -67,3 +68,29 @@ def test_no_number_of_a_step_is_cut(width: int, shows_prediction: bool, monkeypa
         assert words in text
     assert "…" not in text
     assert ("2.50 GiB predicted" in text) is shows_prediction
+
+
+def demo_result(*, chosen: float | None, baseline: float | None, same: bool = False) -> SimpleNamespace:
+    def run(speed: float | None) -> SimpleNamespace:
+        return SimpleNamespace(measured=SimpleNamespace(tokens_per_second=speed))
+
+    plan = SimpleNamespace(label=lambda: "bf16 · 8 x 1")
+    return SimpleNamespace(
+        chosen=run(chosen), baseline=run(baseline), chose_the_default=same, prepared=SimpleNamespace(plan=plan)
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "word"),
+    [
+        (demo_result(chosen=300.0, baseline=100.0), "3.00x"),
+        (demo_result(chosen=300.0, baseline=None), "too slow, or too busy"),
+        (demo_result(chosen=None, baseline=None), "too slow, or too busy"),
+        (demo_result(chosen=300.0, baseline=250.0, same=True), "Both runs have this plan"),
+    ],
+)
+def test_the_demo_says_how_much_faster_or_why_not(result: SimpleNamespace, word: str) -> None:
+    """A machine so busy that a run ends in its warm-up has no speed to compare."""
+    text = summary_of(result)
+    assert word in text and "bf16 · 8 x 1" in text
+    assert result.chose_the_default or ("x as fast" in text) == (word == "3.00x")

@@ -32,16 +32,13 @@ def write_demo_page(result: Any, path: Path) -> Path:
     chosen = result.chosen
     planning = prepared.planning
     at_equal_tokens = chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
-    speedup = chosen.measured.tokens_per_second / baseline.measured.tokens_per_second
     limit = planning.host.cpu.free_memory_bytes if planning.host.cpu else None
     label = prepared.plan.label()
     write_run_page(
         path,
         RunPage(
             title="Upshift demo",
-            summary=f"In the trials no plan was faster than the plain default: {label}. Both runs have this plan."
-            if result.chose_the_default
-            else f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
+            summary=summary_of(result),
             facts=_facts(result),
             comparison=(
                 _comparison("plain default", "default", baseline.measured),
@@ -63,6 +60,17 @@ def write_demo_page(result: Any, path: Path) -> Path:
         ),
     )
     return path
+
+
+def summary_of(result: Any) -> str:
+    """Return the first sentences of the page of a DemoResult: how much faster the chosen plan was."""
+    label = result.prepared.plan.label()
+    if result.chose_the_default:
+        return f"In the trials no plan was faster than the plain default: {label}. Both runs have this plan."
+    speeds = (result.chosen.measured.tokens_per_second, result.baseline.measured.tokens_per_second)
+    if not all(speeds):  # a run of one or two steps is all warm-up: it has no speed
+        return f"This machine was too slow, or too busy, to compare speeds in the time of a demo. The chosen plan is {label}."
+    return f"The chosen plan trains {speeds[0] / speeds[1]:.2f}x as fast as the plain default on this machine: {label}."
 
 
 def _facts(result: Any) -> tuple[Fact, ...]:
