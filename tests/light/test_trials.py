@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_up_plans import made_up_planning
 
-from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, read_moment, timing_between
+from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, ThreadClock, Timing, read_moment, timing_between
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import LASTING_PARTS
 from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, STEP_INTERVAL
@@ -231,7 +231,8 @@ class FakeLoad:
         self.all += seconds + self.others * seconds / (1.0 - self.waits)
 
     def read(self) -> Moment:
-        return Moment(self.seconds, self.own, {7: self.waited, 8: 0.0}, self.all)
+        ran = ThreadClock(self.own, self.waited)
+        return Moment(self.seconds, self.own, {7: ran, 8: ThreadClock(0.0, 0.0)}, self.all)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,23 @@ def test_waiting_for_a_core_is_seen_and_taken_off(waits: float, others: float, b
     assert timing.busy is busy
     assert timing.calm_seconds == pytest.approx(2.0)
     assert timing.other_cores == pytest.approx(others)
+
+
+@pytest.mark.parametrize(
+    ("others", "calm"),
+    [
+        ({}, 4.0),
+        ({8: ThreadClock(0.01, 9.9)}, 4.0),  # it samples memory: nobody waits for it
+        ({8: ThreadClock(3.0, 7.0)}, 4.0),  # it computes, and was delayed most; the first needs its four seconds all the same
+        ({8: ThreadClock(3.0, 2.0)}, 5.0),
+    ],
+)
+def test_threads_that_look_on_delay_nothing(others: dict[int, ThreadClock], calm: float) -> None:
+    """Ten seconds, in which the busiest thread had a core for four, and waited for five or six."""
+    busiest = ThreadClock(4.0, 6.0 if not others or others[8].waited > 5 else 5.0)
+    before = Moment(0.0, 0.0, {}, None)
+    after = Moment(10.0, 7.0, {7: busiest, **others}, None)
+    assert timing_between(before, after).calm_seconds == pytest.approx(calm)
 
 
 def test_without_the_kernels_counters_nothing_is_claimed() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -61,7 +62,15 @@ LEAST_SHARE = 0.02  # share of a timing that never counts as waiting: the counte
 LEAST_SECONDS = 0.2  # shorter timings ignore other programs: /proc/stat counts in ticks of 0.01 s
 NANOSECONDS = 1e9
 IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
+COMPUTING_SHARE = 0.1  # a thread with this share of the busiest thread's time on cores computes; others only look on
 GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
+
+
+class ThreadClock(NamedTuple):
+    """The seconds that a thread has had a core, and those in which it was ready and had none."""
+
+    ran: float
+    waited: float
 
 
 @dataclass(frozen=True)
@@ -70,13 +79,13 @@ class Moment:
 
     seconds: float
     own_cpu_seconds: float
-    waited: dict[int, float] | None  # by thread, the seconds that it has waited for a core
+    threads: dict[int, ThreadClock] | None  # by the thread's number
     all_cpu_seconds: float | None  # CPU time that this process's processors have spent on any program
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of some work. ``waited``: the seconds in which its most delayed thread was ready and had no core."""
+    """The times of some work. ``waited``: the seconds in which its most delayed computing thread was ready and had no core."""
 
     seconds: float
     cpu_seconds: float
@@ -95,7 +104,7 @@ class Timing:
 
 
 def read_moment() -> Moment:
-    return Moment(time.perf_counter(), time.process_time(), _read_waited(), _read_cpu_seconds())
+    return Moment(time.perf_counter(), time.process_time(), _read_threads(), _read_cpu_seconds())
 
 
 class LoadMeter:
@@ -113,22 +122,39 @@ class LoadMeter:
 def timing_between(before: Moment, after: Moment) -> Timing:
     seconds = after.seconds - before.seconds
     own_seconds = after.own_cpu_seconds - before.own_cpu_seconds
-    waited = other_cores = 0.0
-    if before.waited is not None and after.waited is not None:
-        waited = max((value - before.waited.get(thread, 0.0) for thread, value in after.waited.items()), default=0.0)
+    other_cores = 0.0
+    waited = _waited_between(before, after, seconds)
     if before.all_cpu_seconds is not None and after.all_cpu_seconds is not None and seconds > 0.0:
         other_cores = max(after.all_cpu_seconds - before.all_cpu_seconds - own_seconds, 0.0) / seconds
-    return Timing(seconds, own_seconds, min(max(waited, 0.0), seconds), other_cores)
+    return Timing(seconds, own_seconds, waited, other_cores)
 
 
-def _read_waited() -> dict[int, float] | None:
-    waited: dict[int, float] = {}
+def _waited_between(before: Moment, after: Moment, seconds: float) -> float:
+    """Return the seconds that the most delayed computing thread waited for a core, and no more than leaves the busiest its time.
+
+    A thread that only looks on, such as one that samples memory, may wait all the time beside other programs, and delays
+    nothing. Without waiting the work takes at least as long as its busiest thread has a core."""
+    if before.threads is None or after.threads is None:
+        return 0.0
+    none = ThreadClock(0.0, 0.0)
+    changes = [
+        ThreadClock(clock.ran - before.threads.get(thread, none).ran, clock.waited - before.threads.get(thread, none).waited)
+        for thread, clock in after.threads.items()
+    ]
+    busiest = max((change.ran for change in changes), default=0.0)
+    waited = max((change.waited for change in changes if change.ran >= COMPUTING_SHARE * busiest), default=0.0)
+    return max(min(waited, seconds - busiest), 0.0)
+
+
+def _read_threads() -> dict[int, ThreadClock] | None:
+    threads: dict[int, ThreadClock] = {}
     try:
         for task in Path("/proc/self/task").iterdir():
-            waited[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / NANOSECONDS
-    except (OSError, ValueError, IndexError):  # no Linux, a kernel without these counters, or a thread that ended meanwhile
-        return waited or None
-    return waited
+            ran, waited, *_ = (int(text) / NANOSECONDS for text in (task / "schedstat").read_text().split())
+            threads[int(task.name)] = ThreadClock(ran, waited)
+    except (OSError, ValueError):  # no Linux, a kernel without these counters, or a thread that ended meanwhile
+        return threads or None
+    return threads
 
 
 def _read_cpu_seconds() -> float | None:

@@ -453,7 +453,8 @@ def _attach_adapter(source: ModelSource, adapter: dict[str, Any]) -> ModelSource
 
 def _read_config(path: Path, reference: str) -> dict[str, Any]:
     if not path.is_file():
-        checkpoints = sorted(folder.name for folder in path.parent.glob("checkpoint-*") if folder.is_dir())
+        folders = (*path.parent.glob("checkpoint-*"), *path.parent.glob("*/checkpoint-*"))
+        checkpoints = sorted(folder.name for folder in folders if folder.is_dir())
         if checkpoints:
             raise RequestError(
                 f"{reference!r} has no config.json; it holds {checkpoints[-1]} of a training that has not ended; type the "
