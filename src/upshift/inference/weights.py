@@ -114,8 +114,8 @@ def check_requested_engine(
         return requested
     if "vllm" not in engines:
         check_engine(task, engines[0], source, host)
-    if requested not in (None, "torch", *engines):
-        stored = stored_for(source)
+    stored = stored_for(source)
+    if requested not in (None, stored, *engines):
         method = quantization_method(source)
         lacks = f", and vLLM lists no {method!r}" if requested == "vllm" and method is not None else ""
         raise RequestError(

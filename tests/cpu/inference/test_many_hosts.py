@@ -11,9 +11,9 @@ from command import Command
 from pages import ROOT, blocks
 from test_generate_vllm import Pretended, save
 
-# Commands with these words start servers, copies of a model, a cluster or a draft model. tests/cpu/serving, tests/cpu/distributed
-# and test_generate_vllm.py run such.
-ELSEWHERE = ("serve", "--replicas", "--ray", "--draft")
+# Commands with these words start servers, ranks, copies of a model, a cluster or a draft model. tests/cpu/serving,
+# tests/cpu/distributed, test_tensor_parallel.py and test_generate_vllm.py run such.
+ELSEWHERE = ("serve", "--tensor-parallel", "--replicas", "--ray", "--draft")
 
 
 def commands() -> list[str]:

@@ -88,13 +88,13 @@ def a_job(model: str, plan: Plan, output: Path, *, seed: int = 42) -> Job:
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[GlobalBatch]:
     """What every optimizer step computes from now on."""
     seen: list[GlobalBatch] = []
-    step = TrainStep.step
+    queue = TrainStep.queue
 
     def watched(self: TrainStep, batch: GlobalBatch, **options: Any) -> Any:
         seen.append(batch)
-        return step(self, batch, **options)
+        return queue(self, batch, **options)
 
-    monkeypatch.setattr(TrainStep, "step", watched)
+    monkeypatch.setattr(TrainStep, "queue", watched)
     return seen
 
 

@@ -400,17 +400,17 @@ def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Pre
     """Both draw the noise of a step from one seed, and get the same micro-batches."""
     alpha, num_steps = 5.0, 3
     batches: list[dict[str, torch.Tensor]] = []
-    real_step, real_passes = TrainStep.step, TrainStep.accumulate
+    real_queue, real_passes = TrainStep.queue, TrainStep.accumulate
 
-    def seeded_step(self: TrainStep, batch: Any, **options: Any) -> Any:
+    def seeded_queue(self: TrainStep, batch: Any, **options: Any) -> Any:
         torch.manual_seed(len(batches))
-        return real_step(self, batch, **options)
+        return real_queue(self, batch, **options)
 
     def recorded_passes(self: TrainStep, micro_batch: Any, *arguments: Any, **options: Any) -> Any:
         batches.append({name: tensor.clone() for name, tensor in to_tensors(micro_batch, "cpu").items()})
         return real_passes(self, micro_batch, *arguments, **options)
 
-    monkeypatch.setattr(TrainStep, "step", seeded_step)
+    monkeypatch.setattr(TrainStep, "queue", seeded_queue)
     monkeypatch.setattr(TrainStep, "accumulate", recorded_passes)
     plan = a_plan(per_device_train_batch_size=GLOBAL_BATCH, gradient_accumulation_steps=1)
     options = {"max_steps": num_steps, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_grad_norm": 1.0}
