@@ -103,7 +103,7 @@ def test_a_copy_that_comes_back_needs_no_checkpoint(
     loop = loop_of(returning, data, first=False)
     assert loop.checkpoint is None and loop.progress.step == 0
     loop._batches = loop.source.batches(loop.progress.position)
-    with pytest.raises(JobFailed, match="no other copy is left, and this one could not read its checkpoint: .*checkpoint-"):
+    with pytest.raises(JobFailed, match="no other copy is left, and this one could not read its checkpoint: .*checkpoint-1"):
         loop._run_step()
     monkeypatch.undo()
     other = loop_of(returning, data, first=False)
