@@ -36,6 +36,7 @@ from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
 from upshift.training.data.tokens import num_held_out
 from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
+from upshift.training.tasks.metrics.task_metrics import TaskMetrics
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
@@ -262,6 +263,18 @@ class TaskData:
     new_head: NewHead | None = None  # None: the head of the model's files stays
     label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
     loss_is_mean_of: Literal["labels", "rows"] = "labels"
+    metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
+
+
+def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = False, **parts: Any) -> TaskData:
+    """Return the data of the examples of both splits. ``parts``: the other fields of TaskData.
+
+    ``tries_batch``: make a batch of the first example, so that what a processor rejects is said before the model is loaded."""
+    training, evaluation = splits
+    data = TaskData(training=Examples(training), evaluation=Examples(evaluation) if evaluation else None, **parts)
+    if tries_batch:
+        data.collate(training[:1])
+    return data
 
 
 def load_processor(source: ModelSource, auto_class: str) -> Any:
