@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from command import Command
+from test_detection_train import BOXES, make_rows, objects, save_detector
+from test_media_labels import make_sounds, samples_of, save_wav2vec2, save_whisper
 from text_models import named, save_text_model
 from transformers import AutoTokenizer
 
@@ -221,9 +223,7 @@ def test_the_best_checkpoint_is_that_of_the_metric(tmp_path: Path, upshift: Comm
     )
     options = ("--eval-data", rows, "--eval-steps", 1, "--learning-rate", 0.1, "--global-batch", 7, "--trial-seconds", 0)
     best = ("--load-best", "--metric-for-best-model", "eval_accuracy")
-    answer = upshift(
-        "train", folder, "--data", rows, "--max-steps", 6, *options, *best, "--output", tmp_path / "out", "--json"
-    )
+    answer = upshift("train", folder, "--data", rows, "--max-steps", 6, *options, *best, "--output", tmp_path / "out", "--json")
     assert answer.code == 0, answer.err
     details = json.loads(answer.out)["details"]
     accuracies = [metrics["accuracy"] for _, metrics in details["evaluation_metrics"]]
@@ -253,8 +253,6 @@ def test_text_has_the_loss_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("scipy") is None, reason="scipy is not installed: it matches the boxes of a detector's loss")
 @pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
 def test_a_detector_is_scored_by_its_processor(tmp_path: Path) -> None:
-    from test_detection_train import BOXES, make_rows, objects, save_detector
-
     folder = save_detector(tmp_path / "model", "yolos", "cat", "dog")
     rows = make_rows(tmp_path, *(objects(*entry) for entry in BOXES))
     record = evaluated(folder, rows, rows, tmp_path / "out", steps=1)
@@ -274,3 +272,27 @@ def test_a_detector_is_scored_by_its_processor(tmp_path: Path) -> None:
             for (x, y, width, height), name in zip(corners, categories, strict=True)
         ), are_real=True))  # fmt: skip
     assert record.details["metrics"] == pytest.approx(mean_average_precision(found, real), rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [save_whisper, save_wav2vec2])
+def test_what_a_model_writes_down_is_scored(make: Any, tmp_path: Path) -> None:
+    model, tokenizer, extractor = make(tmp_path / "model")
+    for part in (model, tokenizer, extractor):
+        part.save_pretrained(tmp_path / "model")
+    files = make_sounds(tmp_path / "sounds")
+    texts = ("one", "two three")
+    rows = write_rows(
+        tmp_path / "rows.jsonl", *({"audio": str(file), "text": text} for file, text in zip(files, texts, strict=True))
+    )
+    record = evaluated(tmp_path / "model", rows, rows, tmp_path / "out", steps=1)
+    trained = type(model).from_pretrained(tmp_path / "out").eval()
+    options = {} if make is save_whisper else {"padding": True}
+    inputs = extractor([samples_of(file) for file in files], sampling_rate=16_000, return_tensors="pt", **options)
+    with torch.no_grad():
+        if make is save_whisper:
+            longest = max(len(tokenizer(text).input_ids) for text in texts)
+            tokens = trained.generate(**inputs, max_length=2 * longest + 8)
+        else:
+            tokens = trained(**inputs).logits.argmax(-1)
+    written = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+    assert record.details["metrics"] == pytest.approx({"wer": word_error_rate(written, texts)})
