@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -266,8 +266,20 @@ class TaskData:
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
 
 
-def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = False, **parts: Any) -> TaskData:
-    """Return the data of the examples of both splits. ``parts``: the other fields of TaskData.
+class TaskDataParts(TypedDict, total=False):
+    """The fields of TaskData beside its examples."""
+
+    collate: Required[Collate]
+    preprocessors: Required[Preprocessors]
+    describe: Required[Callable[[Any], list[tuple[str, bool]]]]
+    new_head: NewHead | None
+    label_inputs: tuple[str, ...]
+    loss_is_mean_of: Literal["labels", "rows"]
+    metrics: TaskMetrics | None
+
+
+def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = False, **parts: Unpack[TaskDataParts]) -> TaskData:
+    """Return the data of the examples of both splits.
 
     ``tries_batch``: make a batch of the first example, so that what a processor rejects is said before the model is loaded."""
     training, evaluation = splits

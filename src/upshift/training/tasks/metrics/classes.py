@@ -1,4 +1,4 @@
-"""Compare the classes that a classifier predicts with those of the rows: accuracy, and F1. Of numbers, the error and r."""
+"""Compare the classes that a classifier predicts with those of the rows: accuracy, and F1. Numbers: the error and r."""
 
 from __future__ import annotations
 

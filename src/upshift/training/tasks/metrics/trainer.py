@@ -24,7 +24,7 @@ NO_PLAN = (
 class TaskTrainer(Trainer):
     """``upshift.Trainer`` whose evaluations measure ``metrics``. None: the loss alone.
 
-    Of each batch they keep what the metrics need, and not the model's outputs. Each row counts once, on several ranks, too."""
+    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too."""
 
     def __init__(self, *, metrics: TaskMetrics | None, **arguments: Any) -> None:
         super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
