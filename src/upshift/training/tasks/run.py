@@ -19,11 +19,11 @@ import transformers
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging as transformers_logging
 
 from upshift.benchmarking.environment import environment
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware.detect import detect
+from upshift.importing import quiet_logger
 from upshift.loading.load import load_source
 from upshift.loading.output_lock import claimed
 from upshift.models.adapter import base_of, complete_model, name_base
@@ -50,7 +50,7 @@ from upshift.training.tasks.metrics.trainer import (
 )
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
 from upshift.training.tasks.progress import EVALUATED_LOSS, RunEvents, measured_numbers
-from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0, without_notes
+from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
@@ -90,7 +90,7 @@ def run_task(request: TrainRequest, task: TaskModel, watcher: TaskWatcher) -> Re
             with joined(ranks, store):
                 return _train(request, task, prepared, watcher.event)
     wait_for_rank_0(store)
-    with without_notes():  # rank 0 has said them
+    with quiet_logger("upshift"):  # rank 0 has said what there is to say
         prepared = _prepare(request, task, None, num_processes=ranks.size)
     with joined(ranks, store):
         _train(request, task, prepared, lambda event: None, leads=False)
@@ -243,9 +243,7 @@ def name_padding_of(model: Any, data: TaskData) -> None:
 def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> Any:
     """Return the classifier with the weights of the files below a new head, whose weights are random."""
     loader: Any = task.model_class
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would list the head that is new
-    try:
+    with quiet_logger("transformers"):  # it would list the head that is new
         model, report = loader.from_pretrained(
             stored.directory,
             config=stored.hf_config,
@@ -254,8 +252,6 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
             use_safetensors=True,
             output_loading_info=True,
         )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
     below = (name for name in sorted({*report["missing_keys"], *other_sizes}) if name.startswith(f"{model.base_model_prefix}."))
     lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
