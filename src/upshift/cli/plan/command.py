@@ -172,6 +172,7 @@ def command(
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
+    ranking.print_uncounted(source.config, planning.profile)
     answers.print(sample_unit(planning.profile))
     exchange.print_next_command(context, model, planning)
 

@@ -15,7 +15,7 @@ from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
-from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
+from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, print_uncounted, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
@@ -120,6 +120,7 @@ def run(
         sys.stdout.write(json.dumps(planning.document(num_plans=output.rows or MAX_SHOWN_PLANS)) + "\n")
         return
     _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS, is_stored=is_stored)
+    print_uncounted(source.config, planning.profile)
     stored = source.config.get("quantization_config")
     if stored:
         counted = "as they are stored" if is_stored else "as they were before, in the precision of the table"

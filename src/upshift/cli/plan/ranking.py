@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.padding import Padding
@@ -12,6 +12,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
@@ -47,6 +48,15 @@ def plans_title(ranked: int, rejected: int, host: Host) -> str:
 def subject_line(architecture: str, host: Host, size: str) -> Text:
     """Return the first line of the answers of ``upshift plan``: the model, the host, and the size of the work."""
     return Text.assemble((architecture, "bold"), " on ", (host.name, "bold"), f", {size}")
+
+
+def print_uncounted(config: Mapping[str, Any], profile: ModelProfile) -> None:
+    """Print that a plan of a model with a tower for images or sounds counts texts alone."""
+    if sample_unit(profile) != "tokens":
+        return
+    towers = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if config.get(name)]
+    if towers and "text_config" in config:
+        tables.dim(f"Counted for texts alone: the inputs of the {' and '.join(towers)} part, and its work on them, come on top")
 
 
 def print_plans(planning: Planning, *, rows: int) -> None:

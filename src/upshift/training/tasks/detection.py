@@ -22,7 +22,7 @@ from upshift.training.tasks.metrics.boxes import box_metrics
 from upshift.training.tasks.rows import Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
 
 OBJECTS = "objects"
-CATEGORY_NAMES = ("category", "category_id", "label")  # of a box
+CATEGORY_NAMES = ("category", "categories", "category_id", "label")  # of a box; datasets' pages have the first two
 OUTSIDE_PIXELS = 1.0  # by which a rounded box may reach outside of its image
 
 

@@ -150,7 +150,7 @@ def _read_splits(data: str, options: DataOptions, *, is_evaluation: bool = False
     if folder is not None:
         of_folder = folder[0]
         return _Splits(_select(lambda: iter(of_folder), rows), iter(folder[1]), {})
-    files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted)
+    files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted, rows_name_media=True)
     if files.kind == "text":
         raise RequestError(
             f"{path} is plain text, and this model is trained on the rows of a table; give JSON, CSV, Parquet or Arrow, or, for "

@@ -26,7 +26,8 @@ from upshift.training.tasks.rows import (
     read_splits,
 )
 
-TEXT_NAMES = ("text", "sentence")  # columns of what is said; Common Voice has the second one
+SOUND_NAMES = ("audio", "file_name")  # columns of the sounds; datasets' audio folders have the second one
+TEXT_NAMES = ("text", "sentence", "transcription")  # of what is said; Common Voice has the second one, audio folders the third
 
 
 class SpokenText(NamedTuple):
@@ -51,8 +52,10 @@ class SpeechReader:
 
     def read(self, row: TaskRow) -> SpokenText | None:
         """Return the example of a row, or None for a row without text. Raise RequestError for a row that cannot be used."""
-        text_name = next((name for name in TEXT_NAMES if name in row.fields), None)
-        if text_name is None or "audio" not in row.fields:
+        text_name, sound_name = (
+            next((name for name in names if name in row.fields), None) for names in (TEXT_NAMES, SOUND_NAMES)
+        )
+        if text_name is None or sound_name is None:
             raise RequestError(
                 f"{row.place} has not the columns 'audio' and 'text'; {list_columns(row.fields)}; rename those of the sounds and "
                 "of what is said in them"
@@ -62,7 +65,7 @@ class SpeechReader:
             raise RequestError(f"{row.place} has the text {text!r:.60}; it must be text")
         if text is None or not text.strip():
             return None
-        sound = sound_of(row.fields["audio"], row, self.extractor)
+        sound = sound_of(row.fields[sound_name], row, self.extractor)
         labels: list[int] = self.tokenizer(text).input_ids
         self.unknown.add(labels)
         if self._writes and labels[:1] == [self._config.decoder_start_token_id]:
