@@ -1,6 +1,7 @@
 """Read which images, sounds and texts to encode.
 
-The input is a folder of images and sounds, with folders in it, or JSON lines that name them: {"image": PATH}, {"audio": PATH} or {"text": "..."}."""
+The input is a folder of images and sounds, with folders in it, or JSON lines that name them: {"image": PATH}, {"audio": PATH} or
+{"text": "..."}."""
 
 from __future__ import annotations
 
