@@ -52,7 +52,13 @@ From = Annotated[
         text="Plan with the choices in this file of accelerate config.",
     ),
 ]  # fmt: skip
-CONFIGURATIONS: Mapping[str, str] = {"transformers": "accelerate", "axolotl": "axolotl"}  # of programs that train
+CONFIGURATIONS: Mapping[str, str] = {  # of programs that train
+    "transformers": "accelerate",
+    "axolotl": "axolotl",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron-bridge",
+}
+WITH_TRAINING_ARGUMENTS = ("accelerate", "deepspeed")  # the Trainer has the rest of the plan
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.
 SAME_IN_TRAINING = (
     "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "sequence_length",
@@ -94,6 +100,7 @@ def write_plan(
     job = Job(
         model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=planning.host.num_nodes,
         layer_classes=planning.profile.declares.no_split_modules, clips_gradients=planning.workload.clips_gradients,
+        steps=planning.workload.total_steps, has_experts=planning.profile.experts is not None,
     )  # fmt: skip
     chosen = _best_for(program, request, planning, job)
     write_training(program, path, chosen.plan, job)
@@ -103,7 +110,7 @@ def write_plan(
         change = chosen.tokens_per_second / planning.ranking.candidates[0].tokens_per_second - 1
         words = f"{problem.problem[:1].upper()}{problem.problem[1:]} of plan 1. It has the best plan that {program} can run"
         tables.err.print(f"{words}, predicted {change:+.1%}: {chosen.plan.label()}", highlight=False)
-    if program != "axolotl":
+    if program in WITH_TRAINING_ARGUMENTS:
         arguments = " ".join(f"--{name} {value}" for name, value in trainer_arguments(chosen.plan).items())
         tables.dim(f"The rest of the plan, as TrainingArguments: {arguments}", tables.err)
 
@@ -142,7 +149,7 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
     host = planning.host
     program = planning.workload.program
     if program != OWN:
-        target = CONFIGURATIONS.get(program)
+        target = CONFIGURATIONS.get(program) if "write" not in options else None
         asked = {name: flag for name, flag in options.items() if name not in ("model", "write")}
         again = [word for name, flag in asked.items() for word in _words(flag, context.params[name])]
         return None if target is None else shlex.join(["upshift", "plan", model, *again, "--write", target])

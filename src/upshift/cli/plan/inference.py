@@ -21,7 +21,7 @@ from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferenceWorkload, ProgramName
+from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferencePlan, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
@@ -129,20 +129,30 @@ def run(
 
 
 def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
-    """Write the best plan as the file of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
-    from upshift.inference.engine_environment import arguments_of_plan
+    """Write the best plan as another server's configuration. Raise RequestError for a plan that it cannot run."""
+    from upshift.planning.programs import tensorrt_llm
     from upshift.planning.programs.write import write_document
 
     plan = planning.best.plan
+    longest = planning.workload.longest
+    if program == "trtllm":
+        write_document(path, tensorrt_llm.config_of(plan, longest=longest, is_stored=is_stored))
+    else:
+        write_document(path, _vllm_options(plan, longest, is_stored=is_stored))
+    tables.err.print(f"Wrote {path}", highlight=False)
+
+
+def _vllm_options(plan: InferencePlan, longest: int, *, is_stored: bool) -> dict[str, Any]:
+    """Return the options of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
+    from upshift.inference.engine_environment import arguments_of_plan
+
     arguments = arguments_of_plan(plan, is_stored=is_stored)
     if arguments is None:
         raise RequestError(
-            f"a configuration of {program} cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
+            f"a configuration of vllm cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
             "own files alone; leave the names of integers out of --allow"
         )
-    names = {name.replace("_", "-"): value for name, value in arguments.items()}
-    write_document(path, names | {"max-model-len": planning.workload.longest})
-    tables.err.print(f"Wrote {path}", highlight=False)
+    return {name.replace("_", "-"): value for name, value in arguments.items()} | {"max-model-len": longest}
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) -> None:
