@@ -25,7 +25,9 @@ def config_of(plan: InferencePlan, *, longest: int, is_stored: bool) -> str:
             "model that is stored so, or leave it out of --allow"
         )
     if plan.kv_cache not in (*DTYPES, "fp8"):
-        raise RequestError(f"a configuration of trtllm cannot express kv {plan.kv_cache}; leave {plan.kv_cache}-kv out of --allow")
+        raise RequestError(
+            f"a configuration of trtllm cannot express kv {plan.kv_cache}; leave {plan.kv_cache}-kv out of --allow"
+        )
     # The engine counts the next tokens of running sequences beside the tokens of prompts.
     document: dict[str, Any] = {
         "dtype": "auto" if is_stored else DTYPES[plan.weights],
