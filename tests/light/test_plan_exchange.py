@@ -15,9 +15,9 @@ import yaml
 from upshift.cli.main import app
 from upshift.cli.plan.exchange import SAME_IN_TRAINING
 from upshift.errors import RequestError
+from upshift.planning.inference.plan import InferencePlan
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.inference.plan import InferencePlan
 from upshift.planning.programs import accelerate, tensorrt_llm
 from upshift.planning.programs.job import Job
 from upshift.planning.programs.write import TRAINERS, read_choices, read_target, write_training
@@ -136,11 +136,11 @@ TITAN_LAYOUTS: dict[str, Any] = {
 
 def titan_config(path: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of each call in a written module."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     arguments = {}
-    for call in calls:
-        values = {word.arg: word.value for word in call.keywords}
-        arguments[call.func.id] = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
+    for call in ast.walk(ast.parse(path.read_text())):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            values = {word.arg: word.value for word in call.keywords if word.arg is not None}
+            arguments[call.func.id] = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
     return arguments
 
 
@@ -183,7 +183,8 @@ def test_megatron_bridge_has_the_layout_and_the_recomputation(tmp_path: Path) ->
     for wrong, field in ((6, "activation_checkpointing=6"), (8, "fully_shard=weights")):
         other = layout if wrong == 6 else layout.changed(fully_shard="weights", master_weights=False)
         with pytest.raises(RequestError, match=field):
-            write_training("megatron-bridge", tmp_path / "x.yaml", plan.changed(activation_checkpointing=wrong, layout=other), JOB)
+            inexpressible = plan.changed(activation_checkpointing=wrong, layout=other)
+            write_training("megatron-bridge", tmp_path / "x.yaml", inexpressible, JOB)
 
 
 def served(**fields: Any) -> InferencePlan:
@@ -229,7 +230,7 @@ IN_MEGATRON = ("fused_kernels", "activation_checkpointing")
 
 @pytest.mark.parametrize(
     ("program", "field"),
-    [(program, field) for program in TRAINERS for field in INEXPRESSIBLE if program != "megatron-bridge" or field not in IN_MEGATRON],
+    [(name, field) for name in TRAINERS for field in INEXPRESSIBLE if name != "megatron-bridge" or field not in IN_MEGATRON],
 )
 def test_what_a_program_has_no_word_for_is_refused_by_name(program: str, field: str, tmp_path: Path) -> None:
     value = INEXPRESSIBLE[field]

@@ -16,6 +16,7 @@ from upshift.cli.options import command_line_options, option
 from upshift.cli.plan.questions import Request
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware.spec import Host
 from upshift.models.source import AdapterOptions
 from upshift.planning.planner import Planning
 from upshift.planning.program import OWN
@@ -58,6 +59,8 @@ CONFIGURATIONS: Mapping[str, str] = {  # of programs that train
     "torchtitan": "torchtitan",
     "megatron": "megatron-bridge",
 }
+RACK = "-nvl72"  # how the name of a whole rack ends
+GPUS_OF_TRAY = 4
 WITH_TRAINING_ARGUMENTS = ("accelerate", "deepspeed")  # the Trainer has the rest of the plan
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.
 SAME_IN_TRAINING = (
@@ -98,7 +101,7 @@ def write_plan(
         return
     program, path = target
     job = Job(
-        model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=planning.host.num_nodes,
+        model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=machines(planning.host)[0],
         layer_classes=planning.profile.declares.no_split_modules, clips_gradients=planning.workload.clips_gradients,
         steps=planning.workload.total_steps, has_experts=planning.profile.experts is not None,
     )  # fmt: skip
@@ -154,10 +157,9 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
         again = [word for name, flag in asked.items() for word in _words(flag, context.params[name])]
         return None if target is None else shlex.join(["upshift", "plan", model, *again, "--write", target])
     words = ["upshift"]
-    if host.num_nodes > 1:
-        written = re.match(r"(\d+)x(\d+)x", host.name)  # a rack's trays are nodes, although NVLink joins them
-        nodes, gpus = written.groups() if written else (str(host.num_nodes), str(host.gpus_per_node))
-        words += ["launch", "--slurm", "--nodes", nodes, "--gpus", gpus, "--"]
+    nodes, gpus = machines(host)
+    if nodes > 1:
+        words += ["launch", "--slurm", "--nodes", str(nodes), "--gpus", str(gpus), "--"]
     words += ["train", model]
     for name in SAME_IN_TRAINING:
         if name in options:
@@ -165,6 +167,19 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
     if "data" not in options:
         words += ["--data", "DATA"]
     return shlex.join([*words, "--output", "trained"])
+
+
+def machines(host: Host) -> tuple[int, int]:
+    """Return the number of a host's machines, and of the GPUs of each.
+
+    A rack's trays are machines, although NVLink joins them.
+    """
+    written = re.match(r"(\d+)x(\d+)x", host.name)
+    if host.num_nodes > 1 and written:
+        return int(written[1]), int(written[2])
+    if host.name.endswith(RACK):
+        return host.num_devices // GPUS_OF_TRAY, GPUS_OF_TRAY
+    return host.num_nodes, host.gpus_per_node
 
 
 def _words(flag: str, value: Any) -> list[str]:

@@ -73,13 +73,13 @@ def print_plans(planning: Planning, *, rows: int) -> None:
         shown.append(Row(rank, choices_by_kind(candidate.plan.choices()), cells, num_alike))
     speed = tables.RATES[sample_unit(planning.profile)]
     important = (speed, "held", "step ms", "tier", "alloc.", "resv.", "bound by")
-    print_rows(shown, CHOICE_KINDS, priority=[name for name in important if name in shown[0].numbers])
+    columns = print_rows(shown, CHOICE_KINDS, priority=[name for name in important if name in shown[0].numbers])
     known = [f"{tier[0]} {text}" for tier, text in TIERS.items() if any(tier[0] in letters for letters in tiers)]
     legend = f"tier, of time, alloc. and held: {'; '.join(known)}" if differ else f"all numbers: {known[0][2:]}"
-    on_gpu = planning.host.device == "cuda"
-    reserved = "resv.: what the allocator holds; " if on_gpu else ""
-    whole = "device" if on_gpu else "process"
-    tables.dim(f"Memory in GiB. alloc.: tensors at the peak; {reserved}held: the whole {whole}; {legend}.")
+    whole = "device" if planning.host.device == "cuda" else "process"
+    meanings = {"alloc.": "tensors at the peak", "resv.": "what the allocator holds", "held": f"the whole {whole}"}
+    explained = "".join(f"{name}: {meaning}; " for name, meaning in meanings.items() if name in columns)
+    tables.dim(f"Memory in GiB. {explained}{legend}.")
     tables.out.print(f"{_plain_line(planning)}\n", highlight=False)
 
 

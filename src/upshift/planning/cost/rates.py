@@ -42,6 +42,7 @@ GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measur
 # Matrix products with a weight in a step: its output, its input's gradient and, if it is trained, its own gradient.
 TRAINED_PRODUCTS = 3
 FROZEN_PRODUCTS = 2
+NO_RATE_ADVICE = " and no source publishes it; name another --on, or a Host JSON file that states it"
 # For devices outside the fitted table (COSTS.md D7).
 DEFAULT_GEMM_EFFICIENCY = 0.7
 DEFAULT_MEMORY_EFFICIENCY = 0.75
