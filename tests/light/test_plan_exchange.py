@@ -88,6 +88,10 @@ def test_axolotl_has_the_adapter(tmp_path: Path) -> None:
     document = yaml.safe_load((tmp_path / "a.yaml").read_text())
     stated = {name: document[name] for name in ("adapter", "lora_r", "lora_alpha", "lora_target_linear", "sample_packing")}
     assert stated == {"adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True, "sample_packing": True}
+    assert "optim_args" not in document
+    momentum = plan_of(num_processes=1, optim="sgd", optim_args="momentum=0.9")
+    write_training("axolotl", tmp_path / "b.yaml", momentum, job)
+    assert yaml.safe_load((tmp_path / "b.yaml").read_text())["optim_args"] == "momentum=0.9"
     assert document["datasets"][0]["path"] == "chats.jsonl" and document["base_model"] == "some/model"
 
 
@@ -212,7 +216,25 @@ def test_trtllm_has_the_limits_of_the_scheduler() -> None:
         tensorrt_llm.config_of(served(kv_cache="int8"), longest=4096, is_stored=False)
 
 
-@pytest.mark.parametrize("program", ["torchtitan", "megatron-bridge"])
+@pytest.mark.parametrize("name", ["zero 2", "zero 3", "hybrid"])
+@pytest.mark.parametrize("compiled", ["off", "layer", "model"])
+def test_fsdp2_divides_each_layer_and_the_model(name: str, compiled: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    plan = plan_of(layout=layout, torch_compile=compiled, activation_checkpointing=LAYERS)
+    write_training("fsdp2", tmp_path / "f.py", plan, JOB)
+    text = (tmp_path / "f.py").read_text()
+    calls = [call for call in ast.walk(ast.parse(text)) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
+    shards = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "fully_shard"]
+    freed = [word.value for call in shards for word in call.keywords if word.arg == "reshard_after_forward"]
+    assert [isinstance(value, ast.Constant) and value.value for value in freed] == [layout.fully_shard == "weights"] * 2
+    assert ("(2, 4)" in text) == (name == "hybrid") and "gradient_checkpointing_enable" in text
+    assert {word: word in text for word in ("layer.compile()", "model.compile()")} == {
+        "layer.compile()": compiled == "layer",
+        "model.compile()": compiled == "model",
+    }
+
+
+@pytest.mark.parametrize("program", ["fsdp2", "torchtitan", "megatron-bridge"])
 def test_programs_without_adapters_refuse_lora(program: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="LoRA; leave out --lora-rank"):
         write_training(program, tmp_path / "x", plan_of(), JOB.changed(adapter=JOB.adapter.changed(lora_rank=8)))

@@ -22,8 +22,6 @@ from upshift.planning.planner import Planning
 from upshift.planning.program import OWN
 from upshift.planning.programs.job import Inexpressible, Job, trainer_arguments
 from upshift.planning.programs.write import (
-    SERVERS,
-    TRAINERS,
     best_for,
     read_choices,
     read_target,
@@ -36,7 +34,7 @@ Write = Annotated[
     str | None,
     option(
         "--write", panel=Panel.OUTPUT, metavar="PROGRAM",
-        text=f"Write the plan for {', '.join(TRAINERS)} or {', '.join(SERVERS)}.",
+        text="Write the plan for a program such as torchtitan or vllm.",
     ),
 ]  # fmt: skip
 Program = Annotated[

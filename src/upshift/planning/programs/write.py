@@ -12,7 +12,7 @@ from upshift.atomic_file import write_whole
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.programs import accelerate, axolotl, deepspeed, megatron_bridge, torchtitan
+from upshift.planning.programs import accelerate, axolotl, deepspeed, fsdp2, megatron_bridge, torchtitan
 from upshift.planning.programs.job import Inexpressible, Job, yaml_text
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate
@@ -23,6 +23,7 @@ Configuration = Mapping[str, Any] | str
 TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], Configuration]]] = {  # by program: default file, writer
     "accelerate": ("accelerate_config.yaml", accelerate.config_of),
     "deepspeed": ("deepspeed.json", deepspeed.config_of),
+    "fsdp2": ("fsdp2.py", fsdp2.config_of),
     "axolotl": ("axolotl.yaml", axolotl.config_of),
     "torchtitan": ("torchtitan_config.py", torchtitan.config_of),
     "megatron-bridge": ("megatron_bridge.yaml", megatron_bridge.config_of),
@@ -31,6 +32,7 @@ SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml", "trtllm": "trtllm.yaml"}  # b
 SUFFIXES: Mapping[str, tuple[str, ...]] = {  # of a program's file; of the others: YAML's
     "accelerate": (".yaml", ".yml", ".json"),
     "deepspeed": (".json",),
+    "fsdp2": (".py",),
     "torchtitan": (".py",),
 }
 
