@@ -203,7 +203,7 @@ def served(**fields: Any) -> InferencePlan:
 def test_trtllm_has_the_limits_of_the_scheduler() -> None:
     text = tensorrt_llm.config_of(served(tensor_parallel=4, replicas=2, kv_cache="fp8"), longest=4096, is_stored=False)
     document = yaml.safe_load(text)
-    assert set(document) <= TRTLLM and "Start 2, each with its own 4 GPUs" in text
+    assert set(document) <= TRTLLM and "Start 2, each with 4 GPUs of its own" in text
     assert document["max_num_tokens"] == 2048 + 64 and document["max_batch_size"] == 64 and document["max_seq_len"] == 4096
     assert document["kv_cache_config"] == {"dtype": "fp8"} and document["tensor_parallel_size"] == 4
     assert document["cuda_graph_config"] == {"max_batch_size": 64, "enable_padding": True}

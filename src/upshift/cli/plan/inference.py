@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,6 +26,7 @@ from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, In
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
+from upshift.planning.programs import tensorrt_llm
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
 Encode = Annotated[
@@ -128,21 +130,7 @@ def run(
         tables.dim(f"{model} is stored with {method}. The plans count the weights {counted}")
 
 
-def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
-    """Write the best plan as another server's configuration. Raise RequestError for a plan that it cannot run."""
-    from upshift.planning.programs import tensorrt_llm
-    from upshift.planning.programs.write import write_document
-
-    plan = planning.best.plan
-    longest = planning.workload.longest
-    if program == "trtllm":
-        write_document(path, tensorrt_llm.config_of(plan, longest=longest, is_stored=is_stored))
-    else:
-        write_document(path, _vllm_options(plan, longest, is_stored=is_stored))
-    tables.err.print(f"Wrote {path}", highlight=False)
-
-
-def _vllm_options(plan: InferencePlan, longest: int, *, is_stored: bool) -> dict[str, Any]:
+def vllm_options(plan: InferencePlan, *, longest: int, is_stored: bool) -> dict[str, Any]:
     """Return the options of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
     from upshift.inference.engine_environment import arguments_of_plan
 
@@ -153,6 +141,18 @@ def _vllm_options(plan: InferencePlan, longest: int, *, is_stored: bool) -> dict
             "own files alone; leave the names of integers out of --allow"
         )
     return {name.replace("_", "-"): value for name, value in arguments.items()} | {"max-model-len": longest}
+
+
+WRITERS: Mapping[str, Callable[..., Mapping[str, Any] | str]] = {"vllm": vllm_options, "trtllm": tensorrt_llm.config_of}
+
+
+def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
+    """Write the best plan as another server's configuration. Raise RequestError for a plan that it cannot run."""
+    from upshift.planning.programs.write import write_document
+
+    document = WRITERS[program](planning.best.plan, longest=planning.workload.longest, is_stored=is_stored)
+    write_document(path, document)
+    tables.err.print(f"Wrote {path}", highlight=False)
 
 
 def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) -> None:

@@ -50,7 +50,7 @@ def _comments(plan: InferencePlan) -> list[str]:
     if plan.replicas > 1:
         gpus = plan.tensor_parallel * plan.pipeline_parallel
         comments.append(
-            f"The file is of one server. Start {plan.replicas}, each with its own {gpus} GPU{'s' * (gpus > 1)} "
+            f"The file is of one server. Start {plan.replicas}, each with {gpus} GPU{'s' * (gpus > 1)} of its own "
             "(CUDA_VISIBLE_DEVICES), behind a load balancer."
         )
     return comments

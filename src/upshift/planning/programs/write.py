@@ -31,6 +31,7 @@ TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], Configuration]]] = {  # 
 SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml", "trtllm": "trtllm.yaml"}  # by program: default file
 SUFFIXES: Mapping[str, tuple[str, ...]] = {  # of a program's file; of the others: YAML's
     "accelerate": (".yaml", ".yml", ".json"),
+    "axolotl": (".yaml", ".yml", ".json"),
     "deepspeed": (".json",),
     "fsdp2": (".py",),
     "torchtitan": (".py",),
