@@ -64,6 +64,11 @@ class Ticket:
         return isinstance(self.sequence.prompt, MediaPrompt)
 
     @property
+    def input_bytes(self) -> int:
+        """Return the bytes of the prompt's other inputs, such as the pixels of pictures."""
+        return self.sequence.prompt.input_bytes if isinstance(self.sequence.prompt, MediaPrompt) else 0
+
+    @property
     def uncached_tokens(self) -> int:
         """Return the number of the prompt's tokens that the engine has to compute together: not those that are scored one by
         one."""
@@ -79,7 +84,9 @@ class RequestQueue(Generic[E]):
 
     ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
     ``max_ttft``: promised seconds to the first token.
-    ``failed``: requests for which no token could be chosen, until the caller takes them out."""
+    ``failed``: requests for which no token could be chosen, until the caller takes them out.
+    ``apart``: the request whose prompt is computed beside the steps of the running ones, until it joins them.
+    ``reading``: ids of the requests whose pictures are read, before they are added."""
 
     engine: E
     rows: int
@@ -91,16 +98,18 @@ class RequestQueue(Generic[E]):
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
     failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
+    apart: Ticket | None = None
+    reading: set[int] = field(default_factory=set)
     _canceled_ids: set[int] = field(default_factory=set)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.live or self.waiting)
+        return bool(self.live or self.waiting or self.apart)
 
     @property
     def is_prefilling(self) -> bool:
         """Return whether a request has no token yet."""
-        return bool(self.waiting) or any(not ticket.sequence.tokens for ticket in self.live)
+        return bool(self.waiting or self.apart) or any(not ticket.sequence.tokens for ticket in self.live)
 
     def add(self, ticket: Ticket) -> Refused | None:
         """Add a request to the queue and return None, or return why it is rejected.
@@ -116,15 +125,39 @@ class RequestQueue(Generic[E]):
         ticket.expected_seconds = self._estimate_ttft(ticket)
         ticket.admission = self.clock()
         wait = ticket.admission - ticket.arrival + ticket.expected_seconds * self.estimator.correction
-        if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
+        refused = self._refuse_waiting(ticket.id, wait)
+        if refused is None:
+            self.waiting.append(ticket)
+        return refused
+
+    def begin_reading(self, id: int, waited: float) -> Refused | None:
+        """Count a request whose pictures are read now, or return why it is rejected before they are.
+
+        ``waited`` is the time in seconds since it came. Its own prompt is estimated when it is added."""
+        wait = waited + (len(self.reading) + 1) * self.estimator.reading_seconds
+        refused = self._refuse_waiting(id, wait)
+        if refused is None:
+            self.reading.add(id)
+        return refused
+
+    def end_reading(self, id: int, seconds: float) -> bool:
+        """Record that the pictures of a request are read. Return whether it was not canceled meanwhile."""
+        self.estimator.record_reading(seconds)
+        is_open = id in self.reading
+        self.reading.discard(id)
+        return is_open
+
+    def _refuse_waiting(self, id: int, wait: float) -> Refused | None:
+        """Return why a request that would wait for ``wait`` seconds is rejected, or None."""
+        if self.max_ttft is not None and wait > self.max_ttft and (self.is_busy or self.reading):
             message = (
                 f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
             )
-            return Refused(id=ticket.id, status=429, why=message, retry_after=wait - self.max_ttft)
-        if len(self.live) + len(self.waiting) >= self.rows + self.max_waiting:  # a request with a free row does not wait
-            message = f"{len(self.waiting):,} requests wait already"
-            return Refused(id=ticket.id, status=429, why=message, retry_after=wait)
-        self.waiting.append(ticket)
+            return Refused(id=id, status=429, why=message, retry_after=wait - self.max_ttft)
+        requests = len(self.live) + len(self.waiting) + len(self.reading) + (self.apart is not None)
+        if requests >= self.rows + self.max_waiting:  # a request with a free row does not wait
+            message = f"{len(self.waiting) + len(self.reading):,} requests wait already"
+            return Refused(id=id, status=429, why=message, retry_after=wait)
         return None
 
     def _count_cached(self, ticket: Ticket) -> int:
@@ -134,15 +167,21 @@ class RequestQueue(Generic[E]):
     def _estimate_ttft(self, ticket: Ticket) -> float:
         """Return the estimated seconds to the first token of a new request, before the correction."""
         sequences = [live_ticket.sequence for live_ticket in self.live]
-        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
+        before = [*self.waiting] if self.apart is None else [self.apart, *self.waiting]
+        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in before)
+        input_bytes = sum(one.input_bytes for one in (*before, ticket))
         pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
         prompt_tokens = ticket.uncached_tokens + waiting_tokens + pending_tokens
         steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
-        return self.estimator.step_seconds * steps + self.estimator.estimate(
-            prompt_tokens,
-            free_rows=self.rows - len(self.live),
-            live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
-            requests_before=len(self.waiting),
+        return (
+            self.estimator.step_seconds * steps
+            + self.estimator.byte_seconds * input_bytes
+            + self.estimator.estimate(
+                prompt_tokens,
+                free_rows=self.rows - len(self.live),
+                live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
+                requests_before=len(before),
+            )
         )
 
     def _steps_beside(self, prompt_tokens: int) -> int:
@@ -151,7 +190,8 @@ class RequestQueue(Generic[E]):
 
     def cancel(self, id: int) -> None:
         """Remove a request from the queue, or from the rows before the next pass."""
-        if any(ticket.id == id for ticket in self.live):
+        self.reading.discard(id)
+        if any(ticket.id == id for ticket in (*self.live, *([self.apart] if self.apart else []))):
             self._canceled_ids.add(id)
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
 
@@ -184,15 +224,26 @@ class TtftEstimator:
         ``token_seconds`` is the time of one token of a prompt. ``step_seconds`` is the time of one more token of all
         rows. ``output_length`` is the number of tokens of an answer."""
         self.token_seconds = token_seconds
+        self.byte_seconds = 0.0  # of a prompt's other inputs, beyond the time of its tokens
         self.step_seconds = step_seconds
+        self.reading_seconds = 0.0  # of the pictures of a request
         answer_lengths = (output_length,) if learned is None else learned.answer_lengths
         ratios = () if learned is None else learned.ttft_ratios
         self._answer_lengths: deque[int] = deque(answer_lengths, maxlen=RECENT_REQUESTS)
         self._ratios: deque[float] = deque(ratios, maxlen=RECENT_REQUESTS)  # real to estimated seconds
         self._random = np.random.default_rng(0)
 
-    def record_prompts(self, prompt_tokens: int, seconds: float) -> None:
-        self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+    def record_prompts(self, prompt_tokens: int, seconds: float, *, input_bytes: int = 0) -> None:
+        """Record the time of prompts. With other inputs, what is beyond the time of their tokens is that of the inputs."""
+        if not input_bytes:
+            self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+            return
+        measured = max(seconds - self.token_seconds * prompt_tokens, 0.0) / input_bytes
+        self.byte_seconds = smooth(self.byte_seconds, measured) if self.byte_seconds else measured
+
+    def record_reading(self, seconds: float) -> None:
+        """Record the time in which the pictures of a request were read."""
+        self.reading_seconds = smooth(self.reading_seconds, seconds) if self.reading_seconds else seconds
 
     def record_step(self, seconds: float) -> None:
         self.step_seconds = smooth(self.step_seconds, seconds)
