@@ -16,6 +16,7 @@ Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
 MAX_ERROR_CHARACTERS = 1000  # of an error that is sent to a client
 MAX_LINE_BYTES = 2**20  # of a message from an engine: one vector, or the text of a few tokens
+RACING = "racing and loading"  # a part of a start
 CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for a prompt, or prompt and answer, that are too long
 
 

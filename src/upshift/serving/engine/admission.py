@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class RequestQueue(Generic[E]):
         ticket.cached_tokens = self._count_cached(ticket)
         ticket.expected_seconds = self._estimate_ttft(ticket)
         ticket.admission = self.clock()
-        wait = ticket.admission - ticket.arrival + ticket.expected_seconds * self.estimator.correction
+        wait = ticket.admission - ticket.arrival + self._correct(ticket.expected_seconds)
         refused = self._refuse_waiting(ticket.id, wait)
         if refused is None:
             self.waiting.append(ticket)
@@ -157,8 +158,31 @@ class RequestQueue(Generic[E]):
         requests = len(self.live) + len(self.waiting) + len(self.reading) + (self.apart is not None)
         if requests >= self.rows + self.max_waiting:  # a request with a free row does not wait
             message = f"{len(self.waiting) + len(self.reading):,} requests wait already"
-            return Refused(id=id, status=429, why=message, retry_after=wait)
+            return Refused(id=id, status=429, why=message, retry_after=self._seconds_to_place())
         return None
+
+    def _seconds_to_place(self) -> float:
+        """Return the estimated seconds until the first of the running requests ends, which makes room for another one.
+
+        Until one runs, that is the first waiting one with an answer like the recent ones."""
+        live = [(len(ticket.sequence.tokens), ticket.sequence.tokens_left) for ticket in self.live]
+        next_tickets = islice(self.waiting, self.rows - len(live))
+        prompt_tokens = sum(ticket.uncached_tokens for ticket in next_tickets)
+        return self.estimator.estimate(prompt_tokens, free_rows=0, live=live or [(0, UNKNOWN_TOKENS)], requests_before=0)
+
+    @property
+    def _offset(self) -> float:
+        """Return the seconds that are added to estimated and real times before they are compared.
+
+        An estimate of some milliseconds may be wrong by a factor that says nothing about estimates near the promise."""
+        return 0.0 if self.max_ttft is None else OFFSET_SHARE * self.max_ttft
+
+    def _correct(self, expected_seconds: float) -> float:
+        return (expected_seconds + self._offset) * self.estimator.correction - self._offset
+
+    def _record_first_token(self, ticket: Ticket) -> None:
+        seconds = self.clock() - ticket.admission
+        self.estimator.record_first_token(ticket.expected_seconds + self._offset, seconds + self._offset)
 
     def _count_cached(self, ticket: Ticket) -> int:
         """Return how many tokens of a new request's prompt need not be computed. 0: unknown."""
@@ -181,8 +205,17 @@ class RequestQueue(Generic[E]):
                 free_rows=self.rows - len(self.live),
                 live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
                 requests_before=len(before),
+                cache=self._cache_use(before, ticket),
             )
         )
+
+    def _cache_use(self, before: list[Ticket], ticket: Ticket) -> CacheUse | None:
+        """Return how a request and those before it use the cache, or None if all of them fit at once or the size is unknown."""
+        live = [one.reserved_tokens for one in self.live]
+        waiting = [one.reserved_tokens for one in before]
+        if self.cache_tokens is None or sum(live) + sum(waiting) + ticket.reserved_tokens <= self.cache_tokens:
+            return None
+        return CacheUse(self.cache_tokens, live, waiting, ticket.reserved_tokens)
 
     def _steps_beside(self, prompt_tokens: int) -> int:
         """Return how many steps of the other rows the tokens of prompts wait for."""
@@ -200,6 +233,20 @@ class RequestQueue(Generic[E]):
         raise NotImplementedError
 
 
+class CacheUse(NamedTuple):
+    """The tokens of an engine's cache, and those that are reserved for requests.
+
+    ``live`` and ``before`` are those of the running requests and of those that wait, in their order. ``own`` are those of the new
+    request."""
+
+    capacity: int
+    live: list[int]
+    before: list[int]
+    own: int
+
+
+UNKNOWN_TOKENS = 1 << 30  # of an answer, which ends as recent ones did
+OFFSET_SHARE = 0.5  # of the promised time
 SMOOTHING = 0.9  # share of the old value when a new pass is measured
 RECENT_REQUESTS = 256  # for the mean answer length and for the correction
 MIN_RATIOS = 16  # until so many first tokens have come, estimates are not corrected
@@ -269,7 +316,15 @@ class TtftEstimator:
         quantile = ordered[int(CORRECTION_QUANTILE * (len(ordered) - 1))]
         return min(max(quantile, MIN_CORRECTION), MAX_CORRECTION)
 
-    def estimate(self, prompt_tokens: int, *, free_rows: int, live: Iterable[tuple[int, int]], requests_before: int) -> float:
+    def estimate(
+        self,
+        prompt_tokens: int,
+        *,
+        free_rows: int,
+        live: Iterable[tuple[int, int]],
+        requests_before: int,
+        cache: CacheUse | None = None,
+    ) -> float:
         """Return the estimated seconds to the first token of a request, before the correction.
 
         Args:
@@ -277,15 +332,17 @@ class TtftEstimator:
             free_rows: rows without a sequence.
             live: for each running sequence, its tokens so far and the maximum of its further tokens.
             requests_before: number of requests that wait already.
+            cache: how they use the cache, if it does not hold all of them at once.
         """
-        steps = self._steps_to_row(free_rows, list(live), requests_before)
+        steps = self._steps_to_row(free_rows, list(live), requests_before, cache)
         return steps * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
 
-    def _steps_to_row(self, free_rows: int, live: list[tuple[int, int]], requests_before: int) -> float:
-        """Return the steps until the request has a row, which are enough in CORRECTION_QUANTILE of SCENARIOS.
+    def _steps_to_row(self, free_rows: int, live: list[tuple[int, int]], requests_before: int, cache: CacheUse | None) -> float:
+        """Return the steps until the request has a row and room in the cache, which are enough in CORRECTION_QUANTILE of
+        SCENARIOS.
 
         In each of them, the answers have lengths that are drawn from the recent ones."""
-        if free_rows > requests_before:
+        if free_rows > requests_before and cache is None:
             return 0.0
         lengths = np.sort(np.fromiter(self._answer_lengths, dtype=np.float64))
         rows = free_rows + len(live)
@@ -295,10 +352,11 @@ class TtftEstimator:
             ends[:, : len(live)] = self._draw_remaining(lengths, np.array(live, dtype=np.float64))
         scenarios = np.arange(SCENARIOS)
         drawn_indices = self._random.integers(len(lengths), size=(drawn_requests, SCENARIOS))
-        for answer_lengths in lengths[drawn_indices]:
-            ends[scenarios, ends.argmin(1)] += answer_lengths
-        steps = float(np.quantile(ends.min(1), CORRECTION_QUANTILE))
-        return steps + (requests_before - drawn_requests) * float(lengths.mean()) / rows
+        simulated = SimulatedRows(ends, cache)
+        for number, answer_lengths in enumerate(lengths[drawn_indices]):
+            simulated.start(number, answer_lengths, scenarios)
+        steps = float(np.quantile(simulated.next_start(None), CORRECTION_QUANTILE))
+        return steps + (requests_before - drawn_requests) * float(lengths.mean()) / simulated.rows_at_once
 
     def _draw_remaining(self, lengths: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Return the further tokens of running sequences in each scenario, [SCENARIOS, N].
@@ -313,6 +371,51 @@ class TtftEstimator:
         beyond_all = np.maximum(tokens, 1.0) * (1.0 / (1.0 - drawn) - 1.0)
         further: np.ndarray = np.minimum(np.where(first == len(lengths), beyond_all, remaining), tokens_left)
         return further
+
+
+class SimulatedRows:
+    """The rows of an engine in several scenarios: when each row and its room in the cache become free, in steps from now.
+
+    Requests start in their order, each when it has a row and room."""
+
+    def __init__(self, ends: np.ndarray, cache: CacheUse | None) -> None:
+        """``ends`` [S, R] are those of the running sequences. A free row has 0. ``cache`` None does not limit them."""
+        self._ends = ends
+        self._cache = cache
+        self._last_start = np.zeros(len(ends))
+        self._reserved = np.zeros_like(ends)  # tokens of the cache
+        if cache is not None:
+            self._reserved[:, : len(cache.live)] = cache.live
+
+    @property
+    def rows_at_once(self) -> float:
+        """Return how many requests run at once if all rows have one, or as many as the cache holds."""
+        rows = self._ends.shape[1]
+        if self._cache is None or not self._cache.before:
+            return rows
+        return min(rows, max(self._cache.capacity * len(self._cache.before) / sum(self._cache.before), 1.0))
+
+    def next_start(self, number: int | None) -> np.ndarray:
+        """Return when a waiting request starts, [S]. None stands for the new request after them."""
+        starts = self._ends.min(1)
+        if self._cache is None:
+            return starts
+        needed = self._cache.own if number is None else self._cache.before[number]
+        order = self._ends.argsort(1)
+        freed = np.take_along_axis(self._reserved, order, 1).cumsum(1)
+        missing = needed + freed[:, -1:] - self._cache.capacity  # tokens to be freed first
+        with_room = np.take_along_axis(self._ends, order, 1)[np.arange(len(order)), (freed >= missing).argmax(1)]
+        return np.maximum(np.maximum(starts, np.where(missing[:, 0] > 0, with_room, 0.0)), self._last_start)
+
+    def start(self, number: int, lengths: np.ndarray, scenarios: np.ndarray) -> None:
+        """Give a waiting request the next free row, until its answer of ``lengths`` [S] tokens ends."""
+        starts = self.next_start(number)
+        row = self._ends.argmin(1)
+        if self._cache is not None:
+            self._reserved[self._ends <= starts[:, None]] = 0.0
+            self._reserved[scenarios, row] = self._cache.before[number]
+            self._last_start = starts
+        self._ends[scenarios, row] = starts + lengths
 
 
 def smooth(old: float, measured: float) -> float:

@@ -29,6 +29,7 @@ from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
+    RACING,
     Cancel,
     ContextTooLong,
     DescribeTokenizer,
@@ -86,7 +87,7 @@ class EmbeddingWorker:
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
         self.encoding = self.encoder.prepare(texts)
-        seconds = {"racing and loading": time.perf_counter() - start}
+        seconds = {RACING: time.perf_counter() - start}
         start = time.perf_counter()
         self.encoding.rows(ids)
         warmup_seconds = time.perf_counter() - start

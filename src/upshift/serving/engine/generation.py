@@ -40,6 +40,7 @@ from upshift.serving.engine.tool_calls import CallStream, grammar_of_call, schem
 from upshift.serving.engine.warmup import PassTimes, expected_prompts, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
+    RACING,
     Cancel,
     ContextTooLong,
     DescribeTokenizer,
@@ -166,7 +167,7 @@ class GenerationWorker:
         prompts = expected_prompts(self.generator, self.request, self.prompt_length, self.output_length)
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
-        self.seconds["racing and loading"] = time.perf_counter() - start
+        self.seconds[RACING] = time.perf_counter() - start
         cache_tokens = self._cache_tokens()
         rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()

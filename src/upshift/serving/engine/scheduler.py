@@ -89,7 +89,7 @@ class Scheduler(RequestQueue[Decoder]):
         new_tokens = self._choose_tokens(tickets, logits)
         for ticket, _ in new_tokens:
             if len(ticket.sequence.tokens) == 1 and not ticket.sequence.scores_prompt:
-                self.estimator.record_first_token(ticket.expected_seconds, self.clock() - ticket.admission)
+                self._record_first_token(ticket)
             if ticket.sequence.ending is not None:
                 self._record_ending(ticket)
         failed = [ticket for ticket, _ in self.failed[failures_before:]]
