@@ -124,6 +124,7 @@ class Embed(Value):
     dimensions: int | None = None
     pairs: tuple[tuple[str, str], ...] = Field((), description="for a cross-encoder, in place of texts")
     raw: bool = False
+    max_document_tokens: int | None = Field(None, ge=1, description="of the second text of a pair, or of texts after the first")
 
     @property
     def inputs(self) -> tuple[str | tuple[int, ...] | tuple[str, str], ...]:

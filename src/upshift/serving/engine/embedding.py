@@ -136,7 +136,7 @@ class EmbeddingWorker:
         tokenized: list[TokenizedRequest] = []
         for request in requests:
             try:
-                tokenized.append((request, self._tokenize(request.inputs)))
+                tokenized.append((request, self._tokenize(self._cut_documents(request))))
             except Exception as error:  # from the tokenizer, at this request's texts
                 answers.append(Refused.from_error(request.id, error))
         return answers + self._encode(tokenized)
@@ -185,6 +185,20 @@ class EmbeddingWorker:
             encoded = base64.b64encode(row.astype("<f4").tobytes()).decode()
             vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
         return vectors
+
+    def _cut_documents(self, request: Embed) -> Sequence[Any]:
+        """Return the inputs of a request, whose documents have at most as many tokens as it allows."""
+        limit = request.max_document_tokens
+        if limit is None:
+            return request.inputs
+
+        def cut(text: Any) -> Any:
+            ids = self._plain_tokenizer(text, add_special_tokens=False).input_ids
+            return text if len(ids) <= limit else self._plain_tokenizer.decode(ids[:limit])
+
+        if request.pairs:
+            return [(first, cut(second)) for first, second in request.pairs]
+        return [*request.texts[:1], *map(cut, request.texts[1:])]
 
     def _tokenize(self, texts: Sequence[Any]) -> list[list[int]]:
         """Return the token ids of texts or pairs. Token ids are taken as they are, and are not cut as a text is."""

@@ -300,7 +300,7 @@ class GenerationWorker:
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         self._pictures.check(request)
-        return self._read_prompt(request, self._reader)
+        return self._read_prompt(request)
 
     def _begin_reading(self, request: Generate | Tokenize) -> Refused | None:
         """Begin to read a prompt with pictures in the thread for it. Return the refusal of a request that is rejected at once."""
@@ -480,7 +480,7 @@ class GenerationWorker:
         generator = self.generator
         if prompt is None:
             self._pictures.check(request)
-            prompt = self._read_prompt(request, self._reader)
+            prompt = self._read_prompt(request)
         ids = cut_prompt(request, prompt, self.generator.longest, generator.prompts.tokenizer)
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
@@ -507,8 +507,9 @@ class GenerationWorker:
             scores_prompt=request.prompt_top is not None,
         )
 
-    def _read_prompt(self, request: Generate | Tokenize, reader: PromptReader) -> list[int]:
-        """Return the token ids of a prompt."""
+    def _read_prompt(self, request: Generate | Tokenize, reader: PromptReader | None = None) -> list[int]:
+        """Return the token ids of a prompt, by the reader of another thread if it is given."""
+        reader = reader or self._reader
         prompt: Any = self._pictures.read_files(request.prompt)
         if _is_token_ids(prompt):
             return list(prompt)
@@ -533,12 +534,13 @@ class GenerationWorker:
         return ReasoningGuide(tokenizer, form, is_open=is_open, budget=budget, grammar=grammar, eos_ids=options.eos_token_id)
 
     def _make_grammar(self, request: Generate) -> Grammar | None:
-        """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
-        if request.tools is not None and request.forced_tools:
+        """Return the grammar that the answer must match: of a call, of a JSON schema, or of either. None allows any text."""
+        if request.tools is not None and (request.forced_tools or request.json_schema is not None):
             assert self._tools.format is not None
             schemas = schemas_of_tools(request.tools)
-            forced = {name: schemas[name] for name in request.forced_tools}
-            return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
+            named = {name: schemas[name] for name in request.forced_tools or schemas}
+            special_ids = self._tools.special_ids
+            return self._grammars.from_lark(grammar_of_call(self._tools.format, named, special_ids, request.json_schema))
         if request.regex is not None:
             return self._grammars.from_regex(request.regex)
         if request.choices:
