@@ -390,14 +390,14 @@ class SimulatedRows:
     @property
     def rows_at_once(self) -> float:
         """Return how many requests run at once if all rows have one, or as many as the cache holds."""
-        rows = self._ends.shape[1]
+        rows = float(self._ends.shape[1])
         if self._cache is None or not self._cache.before:
             return rows
         return min(rows, max(self._cache.capacity * len(self._cache.before) / sum(self._cache.before), 1.0))
 
     def next_start(self, number: int | None) -> np.ndarray:
         """Return when a waiting request starts, [S]. None stands for the new request after them."""
-        starts = self._ends.min(1)
+        starts: np.ndarray = self._ends.min(1)
         if self._cache is None:
             return starts
         needed = self._cache.own if number is None else self._cache.before[number]
@@ -405,7 +405,9 @@ class SimulatedRows:
         freed = np.take_along_axis(self._reserved, order, 1).cumsum(1)
         missing = needed + freed[:, -1:] - self._cache.capacity  # tokens to be freed first
         with_room = np.take_along_axis(self._ends, order, 1)[np.arange(len(order)), (freed >= missing).argmax(1)]
-        return np.maximum(np.maximum(starts, np.where(missing[:, 0] > 0, with_room, 0.0)), self._last_start)
+        starts = np.maximum(starts, np.where(missing[:, 0] > 0, with_room, 0.0))
+        in_order: np.ndarray = np.maximum(starts, self._last_start)
+        return in_order
 
     def start(self, number: int, lengths: np.ndarray, scenarios: np.ndarray) -> None:
         """Give a waiting request the next free row, until its answer of ``lengths`` [S] tokens ends."""
