@@ -1,0 +1,118 @@
+"""Each command and each Python block of the tutorials runs, in the order of its page, in a folder as `make demo` leaves it. The
+models are tiny, and what would take minutes gets fewer steps."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import httpx2
+import pytest
+from chat_models import byte_level_tokenizer, save_model
+from command import Command
+from pages import ROOT, Block, blocks
+from running_server import serving
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+OF_THE_SHELL = ("source ", "pip install ", "curl ")  # the clone's own environment, and a question to the server of the page
+SHORTER = {
+    "train": {"--epochs": None, "--max-steps": "2"},
+    "tune": {"--max-steps": "2"},
+    "generate": {"--max-new-tokens": "4"},
+}
+CODES = {  # of commands whose page says that they end with another one than 0
+    "upshift plan examples/decoder_8b.json --quick --sequence-length 2048 --global-batch 8 --on rtx-4090": 3,
+    "upshift compare-runs run-a run-b": 1,
+}
+SAME_EACH_TIME = ("fit_a_gpu", "from_gpu_to_cluster")  # their plans are of described GPUs
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a clone's folder after the demo: a tiny model without a chat template, some text, and the examples."""
+    folder = tmp_path_factory.mktemp("clone")
+    save_model(folder / "upshift-demo" / "trained", byte_level_tokenizer(None))
+    (folder / "upshift-demo" / "text").mkdir()
+    (folder / "upshift-demo" / "text" / "a.txt").write_text("def double(value):\n    return value + value\n" * 400)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+def commands(block: Block) -> list[str]:
+    """Return the lines of a block that are typed, a text for a file (<<'END') as part of its command."""
+    text = "\n".join(block.lines[1:-1])
+    return [found.group().strip() for found in re.finditer(r"^.+<<'END'\n(?:.*\n)*?END$|^.+$", text, flags=re.MULTILINE)]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """Return a command with fewer steps, as SHORTER says; a profile runs the shorter form of its training, too."""
+    if words[0] == "profile":
+        return [*words[: words.index("--") + 1], *shortened(words[words.index("--") + 1 :])]
+    for option, value in SHORTER.get(words[0], {}).items():
+        if option in words:
+            place = words.index(option)
+            words = [*words[:place], *words[place + 2 :]]
+        if value is not None:
+            words = [*words, option, value]
+    if words[0] == "train" and "torch_compile=off" not in words:
+        words = [*words, "--set", "torch_compile=off"]
+    return [*words, "--engine", "torch"] if words[0] in ("encode", "serve") else words
+
+
+def ask(words: list[str], curl: str, folder: Path) -> None:
+    """Start the server of a page at a free port, and ask it what the page's curl asks."""
+    _, address, _, body = shlex.split(curl)
+    with serving(folder, folder / "server.log", *words[1:], "--port", "0") as server:
+        answer = httpx2.post(server.url + address.removeprefix("http://127.0.0.1:8000"), content=body, timeout=60)
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def run_python(block: Block) -> None:
+    text = "\n".join(block.lines[1:-1]).replace("NUMBER = 100_000", "NUMBER = 40")
+    exec(compile(text, f"line {block.line}", "exec"), {})
+
+
+def not_printed(lines: list[str], out: str) -> list[str]:
+    """Return the lines of a page that a command did not print, but for spaces and what is left out with ..."""
+    found = " ".join(out.split())
+    pieces = [" ".join(piece.split()) for line in lines for piece in line.split("...")]
+    return [piece for piece in pieces if piece not in found]
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in TUTORIALS.glob("*.md")))
+def test_a_tutorial_runs(page: str, demo: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(demo)
+    monkeypatch.setenv("COLUMNS", "80")
+    whole = blocks(TUTORIALS / f"{page}.md")
+    curls = [line for block in whole if block.language == "console" for line in commands(block) if line.startswith("curl ")]
+    out = ""
+    ran = 0
+    for block in whole:
+        if block.language == "python":
+            run_python(block)
+        elif block.language == "console":
+            for line in commands(block):
+                if line.startswith("cat "):
+                    subprocess.run(["sh", "-c", line], check=True)
+                elif not line.startswith(OF_THE_SHELL):
+                    words = shortened(shlex.split(line)[1:])
+                    if words[0] == "serve":
+                        ask(words, curls.pop(), demo)
+                        continue
+                    answer = upshift(*words)
+                    assert answer.code == CODES.get(line, 0), f"{line}\n{answer.err}"
+                    out = answer.out + answer.err
+                    ran += 1
+        elif block.language == "text" and page in SAME_EACH_TIME and "held-out loss" not in block.text:
+            assert not_printed(block.lines[1:-1], out) == [], out
+    assert curls == []
+    assert ran >= 2
+
+
+def test_the_start_page_and_the_tutorials_lead_to_each_other() -> None:
+    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = sorted(path.name for path in TUTORIALS.glob("*.md"))
+    assert sorted(re.findall(r"\(tutorials/(\w+\.md)\)", start)) == pages
+    assert all(60 <= len((TUTORIALS / page).read_text(encoding="utf-8").splitlines()) <= 150 for page in pages)
