@@ -114,7 +114,7 @@ def test_a_click_on_the_start_page_opens_the_guide(site: tuple[str, Page]) -> No
     assert "one gpu" in heading(page).lower() and page.run("return location.pathname") == "/training_one_gpu.html"
 
 
-@pytest.mark.parametrize("name", ["index", "index.ar", "index.zh", "training_one_gpu", "distributed", "techniques", "tutorials/search"])
+@pytest.mark.parametrize("name", ["index", "index.ar", "index.zh", "distributed", "techniques", "tutorials/search"])
 def test_a_page_fits_a_phone(site: tuple[str, Page], name: str) -> None:
     address, page = site
     page.resize(PHONE, 844)
