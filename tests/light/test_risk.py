@@ -68,6 +68,22 @@ def test_every_answer_holds_plans_against_one_limit(risk: float | None) -> None:
         planner._raise_nothing_fits(Ranking(too_big=ranking.too_big), HOST, PROFILE, workload)
 
 
+@pytest.mark.parametrize("is_estimated", [False, True])
+@pytest.mark.parametrize("risk", [0.001, 0.01, 0.05, 0.3])
+def test_no_plan_is_riskier_than_accepted(risk: float, is_estimated: bool) -> None:
+    """A model that was estimated from its sizes has wider intervals, so that less of the memory may be predicted."""
+    profile = PROFILE.changed(is_estimated=is_estimated)
+    workload = Workload(sequence_length=1024, global_batch=16, risk=risk)
+    ranking = search(HOST, profile, workload, fixed={"torch_compile": "off", "optim": "adamw_torch_fused"})
+
+    def probabilities(candidates: list[Candidate]) -> list[float]:
+        numbers = [candidate.numbers(model_flops_per_step=1.0, host=HOST) for candidate in candidates]
+        return [one.out_of_memory_probability or 0.0 for one in numbers]
+
+    assert max(probabilities(ranking.candidates)) <= risk * 1.0001
+    assert min(probabilities(ranking.too_big)) >= risk * 0.9999
+
+
 def test_what_is_known_of_held_memory_moves_the_limit_in_words_too() -> None:
     planning = planned(0.01)
     sure = replace(planning.ranking.too_big[0], bases={"held": Basis(tier="measured", interval=(1 / 1.02, 1.02), num_records=9)})

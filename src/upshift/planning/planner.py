@@ -25,7 +25,7 @@ from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.program import OWN, check_program
 from upshift.planning.search.feasibility import JobMemory
-from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of, with_wider_intervals
+from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
@@ -265,7 +265,6 @@ def _search(
     profile = make_profile(variants=variants_for(host, workload, fixed, selective=selective))
     ranking = search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if profile.is_estimated:
-        ranking = with_wider_intervals(ranking)
         calibration = NO_RECORDS  # it corrects what a trace gives
     return profile, calibrate_and_filter(ranking, host, profile, workload, calibration)
 

@@ -7,7 +7,7 @@ left. The formula's interval counts as MIN_RECORDS records, so there is no jump 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -84,14 +84,14 @@ def formula_basis(number: Number, plan: Plan) -> Basis:
     return Basis(tier="formula", interval=formula_interval(number, plan))
 
 
-def estimated_bases(basis_of: Callable[[Number], Basis]) -> dict[Number, Basis]:
+def estimated_bases(traced: Mapping[Number, Basis]) -> dict[Number, Basis]:
     """Return the bases of the numbers of a model that was estimated from its sizes: wider intervals than those of a trace.
 
-    ``basis_of``: returns the basis of a number that was predicted from a trace.
+    ``traced``: the bases of the same numbers, predicted from a trace.
     """
     bases: dict[Number, Basis] = {}
     for number, (lower, upper) in ESTIMATED_FACTORS.items():
-        low, high = basis_of(number).interval or (1.0, 1.0)
+        low, high = traced[number].interval or (1.0, 1.0)
         bases[number] = Basis(tier="formula", interval=(low * lower, high * upper))
     return bases
 

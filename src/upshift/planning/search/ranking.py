@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from upshift.hardware import AttentionKernel
@@ -155,7 +155,7 @@ class Ranking:
 
         Return False where the plan is far too big. Its time is then not predicted.
         """
-        limit = memory_limit(plan, coster.host, risk=coster.workload.risk)
+        limit = coster.limit(plan)
         estimate = coster.estimate_memory(plan)
         if isinstance(estimate, Rejected):
             self.rejected.append(estimate)
@@ -225,12 +225,16 @@ class Coster:
         self.workload = workload
         self._memo = Memo()
         self._tokens = tokens_per_step(profile, workload)
-        self._bases: dict[Number, Basis] = {"step": Basis(tier="formula", interval=step_interval(workload.program, host))}
+        self._step_basis = Basis(tier="formula", interval=step_interval(workload.program, host))
 
     def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
         """Return the predicted memory and time of a plan, whether it fits or not."""
         estimate = self.estimate_memory(plan, shape)
         return estimate if isinstance(estimate, Rejected) else self.estimate_time(plan, estimate)
+
+    def limit(self, plan: Plan) -> float | None:
+        """Return the bytes that one process may be predicted to hold; None where the host's memory is unknown."""
+        return memory_limit(plan, self.host, risk=self.workload.risk, spread=held_memory_spread(self._bases(plan)["held"]))
 
     def estimate_memory(self, plan: Plan, shape: tuple[int, int] | None = None) -> MemoryEstimate | Rejected:
         """Return the memory of a plan. ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own."""
@@ -260,7 +264,19 @@ class Coster:
         if time is None:
             return Rejected(plan, self._unknown_rate(plan))
         amortised = time.total + time.one_time / self.workload.total_steps
-        return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised, self._bases)
+        return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised, self._bases(plan))
+
+    def _bases(self, plan: Plan) -> dict[Number, Basis]:
+        """Return how sure the numbers of a plan are: less sure if the model was estimated from its sizes."""
+        return self._memo.get_or_compute(("bases", plan.device, plan.torch_compile), partial(self._make_bases, plan))
+
+    def _make_bases(self, plan: Plan) -> dict[Number, Basis]:
+        bases: dict[Number, Basis] = {
+            "step": self._step_basis,
+            "allocated": formula_basis("allocated", plan),
+            "held": formula_basis("held", plan),
+        }
+        return estimated_bases(bases) if self.profile.is_estimated else bases
 
     def _unknown_rate(self, plan: Plan) -> str:
         if plan.optim_offload and predict_rates(self.host, self.profile, plan) is not None:
@@ -281,12 +297,3 @@ class Coster:
         if len(memory_by_rank) == 1:
             return memory_by_rank[0]
         return max(memory_by_rank, key=lambda memory: memory.peak)
-
-
-def with_wider_intervals(ranking: Ranking) -> Ranking:
-    """Return the ranking of a model that was estimated from its sizes, whose numbers are less sure."""
-    return replace(
-        ranking,
-        candidates=[replace(candidate, bases=estimated_bases(candidate.basis)) for candidate in ranking.candidates],
-        too_big=[replace(candidate, bases=estimated_bases(candidate.basis)) for candidate in ranking.too_big],
-    )
