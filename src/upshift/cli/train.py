@@ -116,6 +116,27 @@ DpoBeta = Annotated[
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
+KtoBeta = Annotated[
+    float,
+    option(
+        "--kto-beta", text="With --objective kto: a larger value keeps the model closer to what it was.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+DesirableWeight = Annotated[
+    float,
+    option(
+        "--desirable-weight", text="With --objective kto: the weight of the loss of good completions.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+UndesirableWeight = Annotated[
+    float,
+    option(
+        "--undesirable-weight", text="With --objective kto: the weight of the loss of bad completions.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+    ),
+]  # fmt: skip
 CenterRewardsCoefficient = Annotated[
     float,
     option(
@@ -273,6 +294,9 @@ def command(
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     dpo_beta: DpoBeta = BETA,
+    kto_beta: KtoBeta = BETA,
+    desirable_weight: DesirableWeight = 1.0,
+    undesirable_weight: UndesirableWeight = 1.0,
     center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
@@ -372,6 +396,17 @@ def _is_first_rank() -> bool:
     return ranks is None or ranks.rank == 0
 
 
+def _rewards_line(accuracy: float, margin: float | None, *, objective: str) -> str:
+    """Return the line about the rewards of the held-out data."""
+    if objective != "kto":
+        return (
+            f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}; "
+            f"its reward is larger by {margin:.3f} on average"
+        )
+    difference = "" if margin is None else f"; the rewards of good ones are larger by {margin:.3f} on average"
+    return f"Held-out completions: {accuracy:.0%} have a reward on the right side of the KL term{difference}"
+
+
 def _print_record(record: Record, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
@@ -381,10 +416,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         step = record.details["model_step"]
         for rewarded_step, accuracy, margin in record.details.get("evaluation_rewards", ()):
             if rewarded_step == step:
-                tables.out.print(
-                    f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}; "
-                    f"its reward is larger by {margin:.3f} on average"
-                )
+                tables.out.print(_rewards_line(accuracy, margin, objective=record.details["objective"]), highlight=False)
         best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
         loss = tables.number(record.measured.evaluation_loss, 4)
         tables.out.print(f"Held-out loss {loss}{best}. Model saved in {record.checkpoint}")

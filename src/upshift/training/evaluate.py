@@ -12,8 +12,8 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.preference_loss import PreferenceLoss
-from upshift.training.prepare import chunked_loss, compute_loss
+from upshift.training.preference_loss import PreferenceLoss, kl_term
+from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None = None) -> float:
@@ -21,7 +21,7 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], prefe
 
     Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
     labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
-    ``preference`` gets the rewards of pairs.
+    ``preference`` gets the rewards of pairs and of rated answers, with the KL term of each batch.
     """
     total = 0.0
     num_labels = 0
@@ -49,11 +49,15 @@ def _add_losses(
     total = 0.0
     num_labels = 0
     with chunked_loss(model, plan):
-        for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
-            if micro_batch.num_label_tokens or plan.layout.exchanges:
-                mean = float(compute_loss(model, plan, micro_batch, preference)) * plan.layout.context_parallel
-                total += mean * micro_batch.num_label_tokens
-                num_labels += micro_batch.num_label_tokens
+        for batch in batches:
+            if batch.has_ratings:
+                preference = preference or PreferenceLoss()
+                preference.kl = kl_term(sum_log_ratios(model, plan, batch.micro_batches), num_processes=plan.num_processes)
+            for micro_batch in batch.micro_batches:
+                if micro_batch.num_label_tokens or plan.layout.exchanges:
+                    mean = float(compute_loss(model, plan, micro_batch, preference)) * plan.layout.context_parallel
+                    total += mean * micro_batch.num_label_tokens
+                    num_labels += micro_batch.num_label_tokens
     return total, num_labels
 
 

@@ -206,6 +206,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         sequence_length=sequence_length,
         global_batch=global_batch,
         rows_together=request.rows_together,
+        has_ratings=request.has_ratings,
         lengths=_histogram_unless_full(data),
         total_steps=steps,
         allow=request.allow,
@@ -247,8 +248,8 @@ def train(
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
         report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
-        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "reward": to score answers. None: the
-            model's own objective.
+        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "kto": to give good answers and not bad
+            ones. "reward": to score answers. None: the model's own objective.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
@@ -369,8 +370,10 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
         )
     from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses
 
-    check = check_rewards if request.has_reward_head else check_sequence_losses
-    check(source)
+    if request.has_reward_head:
+        check_rewards(source)
+    else:
+        check_sequence_losses(source, request.objective or "")
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:

@@ -155,7 +155,8 @@ def command(
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
+        risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
@@ -209,8 +210,10 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
     with tables.step("Testing whether the model can compare pairs"):
         from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 
-        check = check_rewards if options.has_reward_head else check_sequence_losses
-        check(source)
+        if options.has_reward_head:
+            check_rewards(source)
+        else:
+            check_sequence_losses(source, options.objective or "")
 
 
 def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
@@ -260,7 +263,9 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     host = planning.host
     workload = planning.workload
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
-    pairs = " pairs" if workload.rows_together > 1 else ""
+    pairs = ""
+    if workload.rows_together > 1:
+        pairs = " rated completions" if workload.has_ratings else " pairs"
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     _print_host_notes(host)

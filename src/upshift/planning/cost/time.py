@@ -277,8 +277,11 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
 
 
 def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
-    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
-    sequences = workload.global_batch / plan.data_parallel
+    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter.
+
+    A sequence that has only a forward pass counts as a part of one.
+    """
+    sequences = workload.global_batch * workload.trained_share / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
     lengths = workload.lengths

@@ -64,6 +64,11 @@ class GlobalBatch:
         """Return whether the loss compares pairs of sequences."""
         return any(micro_batch.has_pairs for micro_batch in self.micro_batches)
 
+    @property
+    def has_ratings(self) -> bool:
+        """Return whether the loss is of answers that are rated one by one."""
+        return any(micro_batch.ratings is not None for micro_batch in self.micro_batches)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSource:
@@ -140,7 +145,7 @@ def check_enough_data(sequences: Sequences, global_batch: int, objective: Object
         return
     together = objective.rows_together
     count = len(sequences) // together
-    kind = "pairs of sequences" if objective.has_pairs else "sequences"
+    kind = "pairs of sequences" if objective.examples == "pairs" else objective.examples
     raise RequestError(
         f"the data has {count} {kind} of up to {sequences.sequence_length} tokens, one global batch takes "
         f"{global_batch // together}; use a global batch of at most {count} (--global-batch {count}), or more data"

@@ -32,6 +32,7 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
 from upshift.training.data.rows.joined import read_data
+from upshift.training.data.rows.rated_answers import rated_sequences
 from upshift.training.data.rows.token_rows import LABELS, TokenRow
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
@@ -98,7 +99,7 @@ def prepare_data(
     tokenizer = _choose_tokenizer(source, tokenizer, corpus, options)
     objective = _find_objective(source, tokenizer, has_rewards=options.has_reward_head)
     _check_objective(options, objective, source)
-    objective = objective.changed(has_pairs=options.has_pairs)
+    objective = objective.changed(has_pairs=options.has_pairs, has_ratings=options.has_ratings)
     _check_loss_on(corpus, options)
     if corpus.is_chat:
         _check_takes_chats(corpus, objective, source)
@@ -142,6 +143,8 @@ def _report_single_tokens(tokenized: TokenizedCorpus, length: int, objective: Ob
 
 def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str) -> Sequences:
     """Return the sequences of at most ``length`` tokens that have something to learn. Tell the user what is left out."""
+    if objective.has_ratings:
+        return rated_sequences(tokenized, length, long_rows, origin)
     if objective.has_pairs:
         return pair_sequences(tokenized, length, long_rows, origin)
     return _drop_unlabelled(cut_sequences(tokenized, length), objective, origin)
@@ -317,7 +320,10 @@ LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
-    if corpus.columns.format == PREFERENCE:
+    if options.has_ratings:
+        unpaired = ", each for itself: chosen ones are good, rejected ones bad" if corpus.columns.format == PREFERENCE else ""
+        learned = f"to give the good answers and not the bad ones{unpaired}"
+    elif corpus.columns.format == PREFERENCE:
         learned = "larger rewards for the chosen answers" if options.has_reward_head else "to prefer the chosen answers"
     else:
         loss_on = corpus.loss_on or options.loss_on or "assistant"

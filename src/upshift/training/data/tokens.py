@@ -45,6 +45,7 @@ class TokenizedCorpus:
     # The tokens of each document that an encoder reads; the labels after them are those of the decoder. None: see Objective.
     source_lengths: NDArray[np.int64] | None = None
     margins: NDArray[np.float32] | None = None  # of the pair that each document belongs to; None: the data has no margins
+    ratings: NDArray[np.bool_] | None = None  # whether the answer of each document is a good one; None: the data rates none
     num_long: int = 0  # documents that were longer than the limit of the writer, which cut them or left them out
 
     @property
@@ -89,6 +90,7 @@ class Sequences:
     # Of pairs: the log-probability of each sequence's labels by the model before the training. None: not computed yet.
     reference: NDArray[np.float32] | None = None
     margins: NDArray[np.float32] | None = None  # as in TokenizedCorpus, for each sequence
+    ratings: NDArray[np.bool_] | None = None  # as in TokenizedCorpus, for each sequence
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -111,6 +113,7 @@ class Sequences:
         source_lengths = None if self.source_lengths is None else self.source_lengths[members]
         reference = None if self.reference is None else self.reference[members]
         margins = None if self.margins is None else self.margins[members]
+        ratings = None if self.ratings is None else self.ratings[members]
         return replace(
             self,
             starts=self.starts[members],
@@ -118,6 +121,7 @@ class Sequences:
             source_lengths=source_lengths,
             reference=reference,
             margins=margins,
+            ratings=ratings,
         )
 
 
@@ -215,13 +219,15 @@ def hold_out_evaluation(
     return train, evaluation
 
 
-def hold_out_pairs(tokenized: TokenizedCorpus, size: float | None = None) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Split the last pairs of documents off for evaluation, as many as ``num_held_out`` says."""
-    num_pairs = tokenized.num_documents // 2
-    number = num_held_out(num_pairs, size)
+def hold_out_rows(
+    tokenized: TokenizedCorpus, size: float | None = None, *, documents_per_row: int
+) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last rows of the data off for evaluation, as many as ``num_held_out`` says. The answers of a pair are one row."""
+    num_rows = tokenized.num_documents // documents_per_row
+    number = num_held_out(num_rows, size)
     if not number:
         return tokenized, None
-    first = 2 * (num_pairs - number)
+    first = documents_per_row * (num_rows - number)
     return _slice_documents(tokenized, 0, first), _slice_documents(tokenized, first, tokenized.num_documents)
 
 
@@ -291,7 +297,8 @@ def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> Tokeni
     part = _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
     source_lengths = None if tokenized.source_lengths is None else tokenized.source_lengths[first:end]
     margins = None if tokenized.margins is None else tokenized.margins[first:end]
-    return replace(part, source_lengths=source_lengths, margins=margins)
+    ratings = None if tokenized.ratings is None else tokenized.ratings[first:end]
+    return replace(part, source_lengths=source_lengths, margins=margins, ratings=ratings)
 
 
 def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
@@ -320,6 +327,7 @@ class CorpusWriter:
         self._offsets = array("q", [0])
         self._source_lengths = array("q")
         self._margins = array("f")
+        self._ratings = bytearray()
         self._row_length = 0
         self._parts: list[tuple[Numbers, Numbers | None]] = []  # of a row that is perhaps left out
         self._num_long = 0
@@ -339,8 +347,11 @@ class CorpusWriter:
         else:
             self._parts.append((ids, labels))
 
-    def end_row(self, source_length: int | None = None, *, margin: float | None = None) -> None:
-        """End the row. The first ``source_length`` tokens are those of an encoder. ``margin`` is that of the row's pair."""
+    def end_row(self, source_length: int | None = None, *, margin: float | None = None, rating: bool | None = None) -> None:
+        """End the row. The first ``source_length`` tokens are those of an encoder. ``margin`` is that of the row's pair.
+
+        ``rating``: whether the row's answer is a good one.
+        """
         is_long = self._row_length > self._limit.num_tokens
         self._row_length = 0
         self._num_long += is_long
@@ -354,6 +365,8 @@ class CorpusWriter:
             self._source_lengths.append(source_length)
         if margin is not None:
             self._margins.append(margin)
+        if rating is not None:
+            self._ratings.append(rating)
 
     def finish(self) -> TokenizedCorpus:
         """Return the rows. Nothing can be added afterwards."""
@@ -363,6 +376,7 @@ class CorpusWriter:
             labels=None if self._labels is None else self._labels.finish(),
             source_lengths=np.array(self._source_lengths, np.int64) if self._source_lengths else None,
             margins=np.array(self._margins, np.float32) if self._margins else None,
+            ratings=np.frombuffer(bytes(self._ratings), np.bool_) if self._ratings else None,
             num_long=self._num_long,
         )
 
