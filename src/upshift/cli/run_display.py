@@ -182,8 +182,8 @@ def _held_out_text(event: Any) -> str:
 def _reference_started_text(event: Any) -> str:
     seconds = "an unknown time" if event.predicted_seconds is None else f"about {format_seconds(event.predicted_seconds)}"
     return (
-        f"before the first step, the log-probabilities of all {event.num_pairs:,} {event.noun} by the model as it is are computed "
-        f"once: {seconds} predicted"
+        f"before the first step, the log-probabilities of all {event.num_pairs:,} {event.noun} by the model as it is are "
+        f"computed once: {seconds} predicted"
     )
 
 

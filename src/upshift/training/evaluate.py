@@ -21,7 +21,7 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], prefe
 
     Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
     labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
-    ``preference`` gets the rewards of pairs and of rated answers, with the KL term of each batch.
+    ``preference`` gets the rewards of pairs and of rated answers, and has the KL term of these (``estimate_kl``).
     """
     total = 0.0
     num_labels = 0
@@ -43,21 +43,33 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], prefe
     return total / max(num_labels, 1)
 
 
+def estimate_kl(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> torch.Tensor:
+    """Return KTO's KL term over all batches of all ranks, so that no batch size changes the held-out loss.
+
+    The model is left in training mode.
+    """
+    model.train(False)
+    try:
+        with chunked_loss(model, plan):
+            sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
+            for batch in batches:
+                sums += sum_log_ratios(model, plan, batch.micro_batches)
+    finally:
+        model.train()
+    return kl_term(sums, num_processes=plan.num_processes)
+
+
 def _add_losses(
     model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None
 ) -> tuple[float, int]:
     total = 0.0
     num_labels = 0
     with chunked_loss(model, plan):
-        for batch in batches:
-            if batch.has_ratings:
-                preference = preference or PreferenceLoss()
-                preference.kl = kl_term(sum_log_ratios(model, plan, batch.micro_batches), num_processes=plan.num_processes)
-            for micro_batch in batch.micro_batches:
-                if micro_batch.num_label_tokens or plan.layout.exchanges:
-                    mean = float(compute_loss(model, plan, micro_batch, preference)) * plan.layout.context_parallel
-                    total += mean * micro_batch.num_label_tokens
-                    num_labels += micro_batch.num_label_tokens
+        for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
+            if micro_batch.num_label_tokens or plan.layout.exchanges:
+                mean = float(compute_loss(model, plan, micro_batch, preference)) * plan.layout.context_parallel
+                total += mean * micro_batch.num_label_tokens
+                num_labels += micro_batch.num_label_tokens
     return total, num_labels
 
 

@@ -4,8 +4,8 @@ DPO: Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290),
 logarithm of how much more probable the trained model makes it than the reference. The loss of a pair is
 -log(sigmoid(reward of the chosen answer - reward of the rejected answer)).
 
-KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024 (arXiv:2402.01306), equation 7. Each answer
-is rated as good or bad. Its reward is compared with beta times the KL term, which is estimated from mismatched answers.
+KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024 (arXiv:2402.01306), equation 7. Each
+answer is rated as good or bad. Its reward is compared with beta times the KL term, which is estimated from mismatched answers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
@@ -29,7 +30,7 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
-from upshift.training.evaluate import evaluate
+from upshift.training.evaluate import estimate_kl, evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
@@ -479,13 +480,19 @@ class TrainingLoop:
         progress = self.progress
         if self.data.evaluation is None or (progress.evaluations and progress.evaluations[-1][0] == progress.step):
             return
-        batches = evaluation_batches(
-            self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
+        make_batches = partial(
+            evaluation_batches,
+            self.data.evaluation,
+            global_batch=self.job.global_batch,
+            layout=self.layout,
+            objective=self.data.objective,
         )
         preference = PreferenceLoss.of(self.arguments)
         rewards: Rewards | None = None
         with self._phase("evaluation"):
-            loss = evaluate(self.train_step.model, self.plan, batches, preference)
+            if self.data.objective.has_ratings:
+                preference.kl = estimate_kl(self.train_step.model, self.plan, make_batches())
+            loss = evaluate(self.train_step.model, self.plan, make_batches(), preference)
             if self.data.objective.has_pairs:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         try:
