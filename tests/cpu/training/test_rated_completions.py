@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
 from pair_runs import GLOBAL_BATCH, losses, pair_job
 
+from upshift.cli import tables
 from upshift.cli.data import app
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
@@ -89,8 +91,8 @@ def test_a_run_starts_without_a_kl_term_and_says_what_it_learned(plain: Record) 
     assert plain.details["objective"] == "kto" and plain.details["global_batch"] == 4
     (first_step, first_kl), *others = plain.details["kl_terms"]
     assert (first_step, first_kl) == (1, pytest.approx(0.0, abs=1e-5)) and max(kl for _, kl in others) > 0.05
-    assert losses(plain)[-1] < losses(plain)[0]
     assert min(kl for _, kl in others) >= 0.0
+    assert plain.details["evaluation_rewards"][-1][2] > 0.0  # good completions end with one word, bad ones do not
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,7 @@ def test_a_resumed_run_goes_on_as_one_that_never_ended(
 
 
 def test_other_ratings_are_other_data(home: Path, data: TrainingData, tmp_path: Path) -> None:
-    arguments = {"max_steps": 1}
-    run_job(a_job(home, tmp_path / "out", arguments=arguments), data)
+    run_job(a_job(home, tmp_path / "out", arguments={"max_steps": 1, "save_steps": 1}), data)
     rows = [row | {"label": not row["label"]} for row in rated_rows(29)]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     other = prepare_data(find_model(str(home / "model")), tmp_path / "rows.jsonl", sequence_length=LENGTH, options=KTO)
@@ -162,7 +163,7 @@ def test_the_loss_follows_from_its_definition() -> None:
         2.0 * (1 - sigmoid(0.5 * (-1.0 - 1.5))),
         3.0 * (1 - sigmoid(0.5 * (1.5 - 3.0))),
     ]
-    assert float(mean) == pytest.approx(sum(expected) / 3, abs=1e-6)
+    assert float(mean.detach()) == pytest.approx(sum(expected) / 3, abs=1e-6)
     mean.backward()
     assert values.grad is not None and [float(number) > 0 for number in values.grad] == [False, False, True]
     rewards = loss.read(device="cpu", num_processes=1)
@@ -209,9 +210,9 @@ def prepared(home: Path, rows: Rows, folder: Path, **options: Any) -> TrainingDa
 @pytest.mark.parametrize(
     ("rows", "words_of_error"),
     [
-        ([ROW, ROW | {"label": "yes"}], ['row 2', '"yes"', "write true"]),
-        ([ROW, ROW | {"label": None}], ["row 2", "null", "write true"]),
-        ([ROW, ROW | {"label": 0.5}], ["row 2", "0.5", "write true"]),
+        ([ROW, ROW | {"label": "yes"}], [":2: ", '"yes"', "write true"]),
+        ([ROW, ROW | {"label": None}], [":2: ", "null", "write true"]),
+        ([ROW, ROW | {"label": 0.5}], [":2: ", "0.5", "write true"]),
         ([{"prompt": "a", "completion": " b"}], ["'label'", "prompt, completion and label, or chosen and rejected"]),
         ([{"text": "a"}], ["'prompt'", "leave --objective out"]),
         ([ROW | {"chosen": "a", "rejected": "b"}], ["--data-format unpaired-preference or --data-format preference"]),
@@ -248,15 +249,16 @@ def test_the_user_is_told_what_was_understood(home: Path, tmp_path: Path, monkey
         prepared(home, rated_rows(4), tmp_path, objective=None)
 
 
-def test_both_sequences_are_shown_and_only_one_is_counted(home: Path, cli: Any, tmp_path: Path) -> None:
+def test_both_sequences_are_shown_and_only_one_is_counted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [ROW, {"prompt": "trees", "completion": " north", "label": False}])
-    result = cli(app, ["show", str(home / "model"), "--data", str(path), "--objective", "kto", "--eval-size", "0"])
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert "completion 1, good" in lines and "completion 2, bad" in lines
-    mismatched = lines.index("completion 1, for the KL term: its prompt with the completion of another row")
-    assert "roads" in lines[mismatched + 1] and "north" in lines[mismatched + 1]
-    assert "2 rated completions to train on" in result.output
+    printed = io.StringIO()
+    monkeypatch.setattr(tables, "out", tables.new_console(file=printed, width=200))
+    options = ["--objective", "kto", "--eval-size", "0"]
+    app(["show", str(home / "model"), "--data", str(path), *options], standalone_mode=False)
+    text = printed.getvalue()
+    mismatched = "completion 1, for the KL term: its prompt with the completion of another row"
+    assert f"completion 1, good\n<s>roads[[ rivers</s>]]\n{mismatched}\n<s>roads[[ north</s>]]\n" in text
+    assert "completion 2, bad\n<s>trees[[ north</s>]]\n" in text and "2 rated completions to train on" in text
 
 
 @pytest.mark.parametrize(
