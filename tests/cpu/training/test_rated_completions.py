@@ -14,24 +14,33 @@ import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
 from pair_runs import GLOBAL_BATCH, losses, pair_job
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.cli import tables
 from upshift.cli.data import app
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.source import AdapterOptions, find_model
+from upshift.planning.cost.time import largest_micro_batch
+from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.record import Record
+from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.sampler import BatchSource
+from upshift.training.batches.objective import Objective
+from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
 from upshift.training.data import data_files
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.data.rows.rated_answers import find_partners
+from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, Referenced, StepDone
 from upshift.training.out_of_memory import halve, stand_in
 from upshift.training.preference_loss import PreferenceLoss, RatingSettings, kl_term
+from upshift.training.prepare import prepare_model
+from upshift.training.step import TrainStep
 
 LENGTH = 48
 KTO = DataOptions(objective="kto")
@@ -274,6 +283,41 @@ def test_options_of_another_objective_are_rejected(options: str, part: str) -> N
     with pytest.raises(RequestError) as caught:
         request_of(parse(["model", "--data", "rows.jsonl", *options.split()]))
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 64])
+def test_a_step_needs_the_memory_of_its_rated_completions_alone(chunk_tokens: int) -> None:
+    """Mismatched ones have only a forward pass, before. So a plan's memory counts every second row."""
+    torch.manual_seed(0)
+    plan = Plan(
+        device="cpu", host="test", model="test", sequence_length=32, per_device_train_batch_size=16,
+        gradient_accumulation_steps=2, loss_chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    config = LlamaConfig(vocab_size=4000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    mesh = init_mesh(plan)
+    model = prepare_model(LlamaForCausalLM(config).train(), plan, mesh)
+    step = TrainStep(model, mesh, Arguments(max_steps=10))
+    rated = synthetic_batch(
+        Layout(micro_batch=16, rows_together=2), sequence_length=32, vocab_size=4000,
+        objective=Objective(has_pairs=True, has_ratings=True),
+    )  # fmt: skip
+    plain = synthetic_batch(Layout(micro_batch=8), sequence_length=32, vocab_size=4000)
+    peaks = []
+    for micro_batch in (rated, plain):
+        whole = GlobalBatch(
+            position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
+            sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
+        )  # fmt: skip
+        step.step(whole)
+        with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:
+            step.step(whole)
+        assert peak.bytes is not None
+        peaks.append(peak.bytes)
+    print(chunk_tokens, peaks)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    fields: dict[str, Any] = {"sequence_length": 32, "global_batch": 32, "rows_together": 2}
+    shapes = [largest_micro_batch(plan, Workload(**fields, has_ratings=has_ratings)) for has_ratings in (True, False)]
+    assert shapes == [plain.shape, rated.shape]
 
 
 def test_a_mismatched_sequence_costs_a_forward_pass() -> None:

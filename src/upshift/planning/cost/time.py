@@ -305,11 +305,11 @@ def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
 
 
 def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
-    """Return (rows, tokens a row) of the largest micro-batch.
+    """Return (rows, tokens a row) of the largest micro-batch. Rows that have only a forward pass are computed before, apart.
 
     A flattened row is as long as the longest in a sample of the data, which may be shorter than a full one.
     """
-    batch = plan.per_device_train_batch_size
+    batch = plan.per_device_train_batch_size // (2 if workload.has_ratings else 1)
     if not plan.flattens or workload.lengths is None:
         return batch, plan.sequence_length
     return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.data_parallel)

@@ -260,7 +260,10 @@ def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, ob
     if layout.packing and sequence_length >= 4:
         row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2]
     lengths = np.array(row_lengths * layout.micro_batch, np.int64)
-    sequences = Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length)
+    ratings = np.ones(len(lengths), np.bool_) if objective.has_ratings else None
+    sequences = Sequences(
+        tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length, ratings=ratings
+    )
     per_row = len(row_lengths)  # sequences
     rows = tuple(tuple(range(row * per_row, (row + 1) * per_row)) for row in range(layout.micro_batch))
     return fill_micro_batch(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)
