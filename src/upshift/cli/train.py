@@ -331,15 +331,15 @@ def command(
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals() | adapter.model_dump())
     request.check_rank()
-    if plan is not None:
-        check_file("--plan", plan)
+    _run(request, backend, as_json=as_json)
+
+
+def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
+    if request.plan_file is not None:
+        check_file("--plan", request.plan_file)
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
-    else:
-        _run_torch(request, as_json=as_json)
-
-
-def _run_torch(request: TrainRequest, *, as_json: bool) -> None:
+        return
     with importing():
         from upshift.training.run import run_training
 

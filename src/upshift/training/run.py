@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -370,10 +371,8 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
         )
     from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses
 
-    if request.has_reward_head:
-        check_rewards(source)
-    else:
-        check_sequence_losses(source, request.objective or "")
+    check = check_rewards if request.has_reward_head else partial(check_sequence_losses, objective=request.objective or "")
+    check(source)
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:

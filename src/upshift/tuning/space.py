@@ -25,9 +25,16 @@ Choice = bool | int | float | str
 RUN_FIELDS = ("epochs", "global_batch", "lora_rank", "sequence_length")  # fields of a run, not of Arguments
 # A trial ends, is evaluated and is judged as the study says. It does not learn from preferences.
 NOT_OF_TRIALS = (
-    "logging_steps", "eval_steps", "early_stopping_patience", "load_best", "dpo_beta", "kto_beta", "desirable_weight",
-    "undesirable_weight", "center_rewards_coefficient",
-)  # fmt: skip
+    "logging_steps",
+    "eval_steps",
+    "early_stopping_patience",
+    "load_best",
+    "dpo_beta",
+    "kto_beta",
+    "desirable_weight",
+    "undesirable_weight",
+    "center_rewards_coefficient",
+)
 NAMES = tuple(sorted({*Arguments.model_fields, *RUN_FIELDS} - {*NOT_OF_TRIALS}))
 _KINDS: dict[str, Any] = {name: Arguments for name in Arguments.model_fields} | dict.fromkeys(RUN_FIELDS, RunNumbers)
 _FLOATS = {name for name, kind in _KINDS.items() if kind.model_fields[name].annotation is float}

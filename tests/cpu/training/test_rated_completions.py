@@ -33,7 +33,7 @@ from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position,
 from upshift.training.data import data_files
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
-from upshift.training.data.rows.rated_answers import find_partners
+from upshift.training.data.tokens import find_partners
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, Referenced, StepDone

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -155,8 +155,7 @@ def command(
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
-        risk=risk,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings, risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
@@ -210,10 +209,8 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
     with tables.step("Testing whether the model can compare pairs"):
         from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 
-        if options.has_reward_head:
-            check_rewards(source)
-        else:
-            check_sequence_losses(source, options.objective or "")
+        check = check_rewards if options.has_reward_head else partial(check_sequence_losses, objective=options.objective or "")
+        check(source)
 
 
 def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:

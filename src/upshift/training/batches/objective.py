@@ -39,7 +39,7 @@ class Objective(Value):
     # sequence-classification.
     has_pairs: bool = False
     # With has_pairs: the model learns whether sequence 2 i is good or bad, by KTO. Sequence 2 i + 1 is its prompt with the answer
-    # of another row (data/rows/rated_answers.py), of which nothing is learned.
+    # of another row (data/tokens.py), of which nothing is learned.
     has_ratings: bool = False
     loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
 

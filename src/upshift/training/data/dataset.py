@@ -32,7 +32,6 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
 from upshift.training.data.rows.joined import read_data
-from upshift.training.data.rows.rated_answers import rated_sequences
 from upshift.training.data.rows.token_rows import LABELS, TokenRow
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
@@ -46,6 +45,7 @@ from upshift.training.data.tokens import (
     histogram_of,
     make_cache_folder,
     pair_sequences,
+    rated_sequences,
     view_sequences,
 )
 

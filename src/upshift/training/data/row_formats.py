@@ -23,9 +23,16 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
 
 RowFormat = Literal[
-    "text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "segments", "preference",
+    "text",
+    "input_ids",
+    "messages",
+    "conversations",
+    "prompt-completion",
+    "alpaca",
+    "segments",
+    "preference",
     "unpaired-preference",
-]  # fmt: skip
+]
 LABEL = "label"  # beside a prompt and a completion: whether the completion is a good one
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
     "text": (TEXT_COLUMN,),

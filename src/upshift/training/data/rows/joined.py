@@ -16,8 +16,15 @@ from upshift.training.data.rows.described_rows import RowReader
 from upshift.training.data.rows.row_slice import read_split
 
 NOT_OF_RATINGS = (  # keys of a data set that no row with a rating has
-    "template", "prompt", "loss_on", "learned_turns", "learned_roles", "learned_ends", "turn_ends", "answer_ends",
-)  # fmt: skip
+    "template",
+    "prompt",
+    "loss_on",
+    "learned_turns",
+    "learned_roles",
+    "learned_ends",
+    "turn_ends",
+    "answer_ends",
+)
 
 
 class JoinedDocuments(Documents):
