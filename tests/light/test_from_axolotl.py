@@ -196,7 +196,7 @@ def test_an_adapter_is_the_one_of_the_config(tmp_path: Path) -> None:
         ({"optimizer": "shampoo"}, "optimizer shampoo (use one of adamw_torch_fused"),
         ({"adapter": "lora", "lora_r": 8}, "lora_target_modules (it is missing"),
         ({"load_in_4bit": True}, "load_in_4bit (weights in 4 bits need adapter: qlora)"),
-        ({"rl": "kto"}, "rl kto (upshift train has sft, dpo, kto and reward models, and reads rated rows with prompt, completion and label"),
+        ({"rl": "kto"}, "rl kto (upshift train has sft, dpo, kto and reward models, and reads rated rows with prompt"),
         (
             {"rl": "dpo", "datasets": [{"path": "a", "type": "zephyr.nectar"}]},
             "datasets.type zephyr.nectar (for pairs use chat_t",

@@ -136,7 +136,7 @@ class PreferenceLoss:
     ) -> torch.Tensor:
         """Return the mean loss of rated answers by KTO, as in TRL: weight * (1 - sigmoid(beta * (ratio - KL))) of a good one.
 
-        The ratio is that of the log-probabilities of an answer. Of a bad answer the difference is KL - ratio.
+        The ratio is that of the log-probabilities of an answer. A bad answer has KL - ratio in its place.
 
         Args:
             log_probabilities, reference: as in ``mean_loss`` [rows], of rated answers alone.

@@ -198,7 +198,8 @@ def check_data_format(text_column: str | None, data_format: str | None, *, pair_
             f"{_learned_columns(pair_objective)}; leave one of them out"
         )
     if data_format in (PREFERENCE, UNPAIRED) and pair_objective is None:
-        names = " or ".join(name for name, formats in FORMATS_OF.items() if data_format in formats)
+        *others, last = (name for name, formats in FORMATS_OF.items() if data_format in formats)
+        names = f"{', '.join(others)} or {last}" if others else last
         raise RequestError(f"--data-format {data_format} is for --objective {names}; add one of them, or name another format")
     if data_format is not None and data_format not in get_args(RowFormat):
         raise RequestError(f"--data-format {data_format} is not known; use {', '.join(get_args(RowFormat))}")

@@ -262,10 +262,11 @@ def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: 
 
 
 def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows, origin: str) -> Sequences:
-    """Return two sequences for each document: a rated answer after its prompt, and the prompt with the answer of another document.
+    """Return two sequences for each document: a rated answer after its prompt, and this prompt with the answer of another one.
 
-    KTO estimates its KL term from the second ones. They depend on the data alone, and so are the same in every epoch. Both are cut at their end, as TRL does. A document without a label in its sequence is left out. The user is told how many
-    documents are cut and left out, and how many answers are good and bad.
+    KTO estimates its KL term from the second ones. They depend on the data alone, so they are the same in each epoch. Both are
+    cut at their end, as TRL does. A document without a label in its sequence is left out. The user is told how many documents are
+    cut and left out, and how many answers are good and bad.
     """
     assert tokenized.labels is not None and tokenized.ratings is not None
     lengths = np.diff(tokenized.offsets)
