@@ -22,6 +22,15 @@ assert product.dtype == torch.bfloat16
 product.float().sum().backward()
 assert weight.grad is not None and weight.grad.tolist() == [[2.0] * 3] * 4
 
+halves = torch.full((2, 3), 1 / 3, device="cuda:0", dtype=torch.bfloat16)  # a GPU alone multiplies them into fp32
+exact = halves.double() @ halves.double().t()
+for product in (
+    torch.mm(halves, halves.t(), out_dtype=torch.float32),
+    torch.addmm(torch.zeros(2, 2, device="cuda:0"), halves, halves.t(), out_dtype=torch.float32),
+    torch.bmm(halves[None], halves.t()[None], out_dtype=torch.float32)[0],
+):
+    assert product.dtype == torch.float32 and (product - exact).abs().max() < 1e-6
+
 before = torch.cuda.memory_allocated(0)
 block = torch.empty(1000, dtype=torch.uint8, device="cuda:0")
 assert torch.cuda.memory_allocated(0) - before == 1024  # blocks of 512 bytes

@@ -91,7 +91,7 @@ def _measure_pair(first: int, second: int, rank: int, device: torch.device) -> t
         times = [_round_trip(small, peer, first=rank == first) for _ in range(PINGS)]
         bulk = min(_round_trip(large, peer, first=rank == first) for _ in range(2))
         result = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == first else None
-    dist.barrier()
+    dist.barrier(device_ids=None if device.index is None else [device.index])
     return result
 
 

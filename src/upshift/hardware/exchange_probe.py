@@ -34,7 +34,7 @@ def measure_exchanges(
     dist.init_process_group(backend, store=store, timeout=PATIENCE, rank=rank, world_size=ranks)
     small = exchange_seconds(LATENCY_BYTES, device=device)
     large = exchange_seconds(large_bytes, device=device)
-    dist.barrier()
+    _meet(device)
     dist.destroy_process_group()
     return {name: (small[name], large_bytes / large[name]) for name in small}
 
@@ -71,7 +71,7 @@ def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
     for name, operation in operations.items():
         samples = []
         for _ in range(REPEATS + 1):
-            dist.barrier()
+            _meet(device)
             start = time.perf_counter()
             operation()
             if device == "cuda":
@@ -79,3 +79,11 @@ def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
             samples.append(time.perf_counter() - start)
         seconds[name] = statistics.median(samples[1:])
     return seconds
+
+
+def _meet(device: str) -> None:
+    """Wait until all ranks are here. Ranks on GPUs meet on their current devices."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)

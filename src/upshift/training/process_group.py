@@ -149,15 +149,20 @@ def join_group(plan: Plan, rank: int, *, init_method: str | None = None, store: 
         try:
             yield
         except Interrupted:  # all ranks are interrupted at the same step
-            dist.barrier()
+            meet(backend)
             raise
         except Exception as error:  # of any kind: ranks that wait for this one must learn of it
             _share_cause(error, rank, plan)
             raise
-        dist.barrier()
+        meet(backend)
     finally:
         dist.destroy_process_group()
         _rank_and_size.clear()
+
+
+def meet(backend: str) -> None:
+    """Wait until all ranks of the process group are here. With NCCL the ranks meet on this process's current device."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
 
 
 def lost_connection(error: BaseException) -> bool:

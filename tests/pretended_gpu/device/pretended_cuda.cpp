@@ -505,6 +505,26 @@ static Tensor scaled_product(const Tensor& self, const Tensor& other, const Tens
   return product.to(type.value_or(self.scalar_type()));
 }
 
+// CUDA alone multiplies half precision into a result of fp32.
+static Tensor mm_into(const Tensor& self, const Tensor& other, ScalarType type) { return at::mm(self.to(type), other.to(type)); }
+static Tensor bmm_into(const Tensor& self, const Tensor& other, ScalarType type) { return at::bmm(self.to(type), other.to(type)); }
+static Tensor addmm_into(const Tensor& self, const Tensor& left, const Tensor& right, ScalarType type, const Scalar& beta, const Scalar& alpha) {
+  return at::addmm(self.to(type), left.to(type), right.to(type), beta, alpha);
+}
+static Tensor baddbmm_into(const Tensor& self, const Tensor& left, const Tensor& right, ScalarType type, const Scalar& beta, const Scalar& alpha) {
+  return at::baddbmm(self.to(type), left.to(type), right.to(type), beta, alpha);
+}
+static Tensor& mm_out_into(const Tensor& self, const Tensor& other, ScalarType type, Tensor& out) { return out.copy_(mm_into(self, other, type)); }
+static Tensor& bmm_out_into(const Tensor& self, const Tensor& other, ScalarType type, Tensor& out) { return out.copy_(bmm_into(self, other, type)); }
+static Tensor& addmm_out_into(const Tensor& self, const Tensor& left, const Tensor& right, ScalarType type, const Scalar& beta, const Scalar& alpha,
+                              Tensor& out) {
+  return out.copy_(addmm_into(self, left, right, type, beta, alpha));
+}
+static Tensor& baddbmm_out_into(const Tensor& self, const Tensor& left, const Tensor& right, ScalarType type, const Scalar& beta, const Scalar& alpha,
+                                Tensor& out) {
+  return out.copy_(baddbmm_into(self, left, right, type, beta, alpha));
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_on_device);
@@ -513,6 +533,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", resize_on_device);
   m.impl("histc", count_bins);
   m.impl("_scaled_mm", scaled_product);
+  m.impl("mm.dtype", mm_into);
+  m.impl("mm.dtype_out", mm_out_into);
+  m.impl("bmm.dtype", bmm_into);
+  m.impl("bmm.dtype_out", bmm_out_into);
+  m.impl("addmm.dtype", addmm_into);
+  m.impl("addmm.dtype_out", addmm_out_into);
+  m.impl("baddbmm.dtype", baddbmm_into);
+  m.impl("baddbmm.dtype_out", baddbmm_out_into);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
 from upshift.settings import Ranks
-from upshift.training.process_group import GROUP_TIMEOUT
+from upshift.training.process_group import GROUP_TIMEOUT, meet
 
 READY_KEY = "task"  # in the store of the ranks: empty once rank 0 is ready, else the class of its error
 
@@ -58,8 +58,9 @@ def joined(ranks: Ranks, store: Store) -> Iterator[None]:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
+    backend = "nccl" if has_gpu else "gloo"
     dist.init_process_group(
-        "nccl" if has_gpu else "gloo",
+        backend,
         store=PrefixStore("group", store),
         rank=ranks.rank,
         world_size=ranks.size,
@@ -67,7 +68,7 @@ def joined(ranks: Ranks, store: Store) -> Iterator[None]:
     )
     try:
         yield
-        dist.barrier()  # all leave together, because a rank that ends early breaks the others' last exchange
+        meet(backend)  # all leave together, because a rank that ends early breaks the others' last exchange
     finally:
         dist.destroy_process_group()
 
