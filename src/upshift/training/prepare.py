@@ -501,7 +501,7 @@ def sum_log_ratios(model: nn.Module, plan: Plan, micro_batches: Sequence[MicroBa
 
     KTO's KL term is their mean over the global batch. Micro-batches that do not count run only if ranks exchange tensors.
     """
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
     with torch.no_grad():
         for micro_batch in micro_batches:
             if not (micro_batch.num_label_tokens or plan.layout.exchanges):
@@ -511,9 +511,9 @@ def sum_log_ratios(model: nn.Module, plan: Plan, micro_batches: Sequence[MicroBa
             log_probabilities = compute_log_probabilities(model, plan, mismatched)
             if micro_batch.num_label_tokens:
                 ratios = log_ratios(log_probabilities, to_device(torch.from_numpy(mismatched.reference), plan.device))
-                sums = sums.to(ratios.device) + torch.stack([ratios.double().sum(), torch.ones_like(ratios).double().sum()])
+                sums += torch.stack([ratios.double().sum(), torch.full((), float(len(ratios)), device=ratios.device).double()])
     reshard_weights(model)
-    return sums.to(plan.device)
+    return sums
 
 
 def _counting_labels(model: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:

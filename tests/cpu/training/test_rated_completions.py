@@ -253,7 +253,7 @@ def test_the_user_is_told_what_was_understood(home: Path, tmp_path: Path, monkey
     assert data.evaluation is not None and len(data.evaluation) == 4 and len(data.training) == 32  # whole pairs are held out
     told.clear()
     prepared(home, [ROW | {"prompt": f"roads {number}"} for number in range(9)], tmp_path)
-    assert any("all 8 completions are good; without bad ones" in line for line in told)
+    assert any("all 8 completions to train on are good; without bad ones" in line for line in told)
     with pytest.raises(RequestError, match="--objective kto"):
         prepared(home, rated_rows(4), tmp_path, objective=None)
 

@@ -119,6 +119,7 @@ def prepare_data(
     training = _make_sequences(tokenized, length, objective, long_rows_of(corpus, options), corpus.origin)
     if not len(training):
         raise _nothing_to_learn(corpus.origin, 0 if tokenized.num_documents else tokenized.num_long, length)
+    _report_ratings(training, corpus.origin)
     evaluation = None
     if held_out is not None:
         evaluation = _make_sequences(held_out, length, objective, long_rows_of(corpus, options), "the held-out data")
@@ -148,6 +149,22 @@ def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objectiv
     if objective.has_pairs:
         return pair_sequences(tokenized, length, long_rows, origin)
     return _drop_unlabelled(cut_sequences(tokenized, length), objective, origin)
+
+
+def _report_ratings(training: Sequences, origin: str) -> None:
+    """Tell the user how many rated answers are good and bad, or that one kind is missing."""
+    if training.ratings is None:
+        return
+    num_good = int(training.ratings[0::2].sum())
+    num_bad = len(training) // 2 - num_good
+    if num_good and num_bad:
+        say_once(f"{origin}: {num_good:,} good and {num_bad:,} bad completions to train on")
+        return
+    kind, missing = ("good", "bad") if num_good else ("bad", "good")
+    say_once(
+        f"{origin}: all {num_good + num_bad:,} completions to train on are {kind}; without {missing} ones the model does not "
+        "learn to tell them apart"
+    )
 
 
 def _check_objective(options: DataOptions, objective: Objective, source: ModelSource) -> None:

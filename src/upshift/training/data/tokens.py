@@ -265,8 +265,8 @@ def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows:
     """Return two sequences for each document: a rated answer after its prompt, and this prompt with the answer of another one.
 
     KTO estimates its KL term from the second ones. They depend on the data alone, so they are the same in each epoch. Both are
-    cut at their end, as TRL does. A document without a label in its sequence is left out. The user is told how many documents are
-    cut and left out, and how many answers are good and bad.
+    cut at their end, as TRL does. A document without a label in its sequence is left out. The user is told how many are cut
+    and left out.
     """
     assert tokenized.labels is not None and tokenized.ratings is not None
     lengths = np.diff(tokenized.offsets)
@@ -282,8 +282,6 @@ def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows:
         reason = f"the completion has nothing to learn in the first {sequence_length} tokens of its row"
         say_once(f"{origin}: {num_without_answer} rows are left out, because {reason}")
     members = np.flatnonzero(is_used)
-    ratings = tokenized.ratings[members]
-    _report_ratings(ratings, origin)
     writer = CorpusWriter(RowLimit(sequence_length, "cut"))
     partners = members[find_partners(_prompt_numbers(tokenized, members, answer_starts))] if len(members) else members
     for member, partner in zip(members.tolist(), partners.tolist(), strict=True):
@@ -302,7 +300,7 @@ def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows:
         lengths=np.diff(whole.offsets),
         sequence_length=sequence_length,
         labels=whole.labels,
-        ratings=np.repeat(ratings, 2),
+        ratings=np.repeat(tokenized.ratings[members], 2),
     )
 
 
@@ -314,9 +312,8 @@ def find_partners(prompts: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     order = np.random.default_rng(PARTNER_SEED).permutation(len(prompts))
     ordered = prompts[order]
-    run_starts = np.flatnonzero(
-        ordered != np.roll(ordered, 1)
-    )  # of runs of rows with one prompt; the last may go on at the start
+    # Where runs of rows with one prompt begin. The last run may go on at the start of the order.
+    run_starts = np.flatnonzero(ordered != np.roll(ordered, 1))
     places = np.arange(len(order))
     before = run_starts[np.searchsorted(run_starts, places, side="right") - 1] - 1 if len(run_starts) else places - 1
     partners = np.empty(len(order), np.int64)
@@ -344,20 +341,6 @@ def _prompt_numbers(
         for start, length in zip(starts.tolist(), answer_starts[members].tolist(), strict=True)
     )
     return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
-
-
-def _report_ratings(ratings: NDArray[np.bool_], origin: str) -> None:
-    """Tell the user how many answers are good and bad, if they are not equally many, and that one kind is missing."""
-    num_good = int(ratings.sum())
-    num_bad = len(ratings) - num_good
-    if num_good and num_bad:
-        say_once(f"{origin}: {num_good:,} good and {num_bad:,} bad completions")
-    elif len(ratings):
-        kind, missing = ("good", "bad") if num_good else ("bad", "good")
-        say_once(
-            f"{origin}: all {len(ratings):,} completions are {kind}; without {missing} ones the model does not learn to tell "
-            "them apart"
-        )
 
 
 def highest_id(tokens: NDArray[Any], labels: NDArray[Any] | None) -> int:
