@@ -65,7 +65,8 @@ with the CUDA context and other libraries.
   transformers model with its own loss.
 - Two factors of the A100 and two of the H100 were fitted to LLM Foundry's MPT-125M, 760M, 3B, 13B and 70B: of matrix products and
   of memory traffic. So was the time that ranks wait for the slowest node. The B200's two factors were fitted to SimuMax's Llama 3
-  70B ([rates.py](../src/upshift/planning/cost/rates.py)). No constant of memory was fitted.
+  70B and to NVIDIA's Llama 3 8B and 70B in fp8 ([rates.py](../src/upshift/planning/cost/rates.py)). NVIDIA's rows do not state
+  recomputation, so they are not in the tables. Its recipes recompute nothing there. No constant of memory was fitted.
 - The rate of attention was fitted to no row. It is what the program's kernel reaches alone on the chip, as its authors measured
   ([efficiency.py](../src/upshift/hardware/catalog/efficiency.py)): FlashAttention 1 (Triton) in LLM Foundry, FlashAttention 2
   behind torch's `sdpa` of 2024, cuDNN in Transformer Engine and in torch 2.13 on H100 and B200.

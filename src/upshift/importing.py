@@ -1,8 +1,11 @@
-"""Import large libraries without useless garbage collections. Only the standard library is used."""
+"""Import large libraries without useless garbage collections, and keep libraries from logging what the user need not read.
+
+Only the standard library is used."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,3 +30,15 @@ def importing() -> Iterator[None]:
             gc.unfreeze()  # moves all objects to the oldest generation without visiting them
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def quiet_logger(name: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Log what has at least this level while open. ``name``: the logger's, which its parts have in common."""
+    logger = logging.getLogger(name)
+    earlier = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(earlier)

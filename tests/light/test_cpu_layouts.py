@@ -99,7 +99,7 @@ def test_processes_of_several_hosts_are_counted_on_each() -> None:
         (ONE, ("tensor_parallel=3",), "use one of 1, 2, 4, 8 .*degrees divide 8"),
         (ONE, ("num_processes=2", "tensor_parallel=4"), "of 2 processes on epyc-9654-768gb; use one of 1, 2"),
         (ONE, ("expert_parallel=2",), "the model has no experts"),
-        (ONE, ("context_parallel=2", "context_kind=ring"), "context_kind can be ulysses, not ring"),
+        (ONE, ("context_parallel=2", "context_kind=ring"), "context_kind=ring is not possible with Upshift; use ulysses"),
         (ONE, ("num_processes=2", "tensor_parallel=2", "pipeline_parallel=2"), "tensor_parallel can be 1, not 2"),
         (ONE, ("num_processes=5",), "ranks must divide the global batch of 8, or 24 layers, or heads.* by 8; use another"),
         (ONE, ("num_processes=500",), "4 for each of the 96 cores.*at most 384"),

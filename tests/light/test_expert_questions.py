@@ -1,4 +1,4 @@
-"""Fifty-eight questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
+"""Sixty-six questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
 
 The models are made from their sizes (made_sizes.py, made_generators.py) and the hosts are described, so nothing is traced. A
 question names who publishes its answer.
@@ -173,6 +173,15 @@ TRAINING = (
     Question("QLoRA of 32B fits one H100", UNSLOTH, "32B", "h100", is_alone, batch=16, adapter="qlora"),
     Question("32B on 16 H100 shards states alone", TORCHTITAN, "32B", "2x8xh100@ib-ndr", is_sharded_alone, length=4096),
     Question("124M on two cards is data parallel", NANOGPT, "124M", "2xrtx-4090", is_plain, batch=256, length=1024),
+    Question("13B with 16 bytes a parameter is too large for two H100", ZERO_PAPER, "13B", "2xh100", None, batch=16),
+    Question("QLoRA of 8B fits a 12 GB card", UNSLOTH, "8B", "rtx-3060", is_alone, batch=8, length=1024, adapter="qlora"),
+    Question("LoRA of 8B in bf16 does not fit a 12 GB card", UNSLOTH, "8B", "rtx-3060", None, batch=8, adapter="lora"),
+    Question(
+        "64k tokens of 8B on a node want context or tensor parallelism, or recomputation", PLAYBOOK, "8B", "8xh100",
+        lambda plan: plan.layout.ranks_per_replica > 1 or plan.activation_checkpointing > 0, batch=8, length=65536,
+    ),
+    Question("1B on 64 H100 has no model parallelism", PLAYBOOK, "1B", "8x8xh100@ib-ndr",
+             lambda plan: plan.layout.ranks_per_replica == 1, batch=512, length=4096),
     Question("8x7B with fp32 states is too large for 8 H100", ZERO_PAPER, "8x7B", "8xh100", None, length=4096),
     Question(
         "8x7B on 64 H100 divides experts or shards, and has no pipeline", TORCHTITAN_PAPER, "8x7B", "8x8xh100@ib-ndr",
@@ -242,6 +251,10 @@ SERVING = (
     Served("405B in bf16 is tensor parallel inside two nodes, a pipeline between them", VLLM_405B, "405B", "2x8xh100@ib-ndr",
            lambda plan: degrees(plan) == (8, 2, 1)),
     Served("8x7B in bf16 needs two 80 GB GPUs", VLLM, "8x7B", "2xh100", lambda plan: degrees(plan) == (2, 1, 1)),
+    Served("70B in bf16 needs more than two 80 GB GPUs for many requests, and fits two", VLLM, "70B", "2xh100",
+           lambda plan: degrees(plan) in ((2, 1, 1), (1, 2, 1))),
+    Served("70B in bf16 does not fit two 48 GB GPUs", VLLM, "70B", "2xl40s", None),
+    Served("8B in bf16 fits a 24 GB card", VLLM, "8B", "rtx-4090", lambda plan: degrees(plan) == (1, 1, 1)),
     Served("8B in bf16 does not fit a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", None),
     Served("8B in 4 bits fits a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", lambda plan: plan.weights == "int4", (),
            ("int4-weights",)),

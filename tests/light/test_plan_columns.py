@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from made_generators import LLAMA_8B, MIXTURE
+from made_profile import make_profile
 from made_sizes import Size, decoder
 
 from upshift.cli import tables
-from upshift.cli.plan import command, inference
+from upshift.cli.plan import command, inference, ranking
 from upshift.hardware import describe
 from upshift.planning import plan as training_plan
 from upshift.planning.inference import plan as inference_plan
@@ -110,3 +111,12 @@ def test_serving(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None
     show = partial(inference._print_planning, is_stored=False)
     text = printed(show, planning, width, monkeypatch)
     check_columns(text, width, [entry.plan for entry in planning.ranking.candidates], inference_plan.CHOICE_KINDS)
+
+
+def test_a_plan_of_a_model_with_a_tower_says_that_it_counts_texts_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = make_profile()
+    ranking.print_uncounted({"vision_config": {}, "text_config": {}}, profile)  # no tower
+    ranking.print_uncounted({"vision_config": {"depth": 2}}, profile)  # of images alone
+    assert capsys.readouterr().out == ""
+    ranking.print_uncounted({"vision_config": {"depth": 2}, "text_config": {}}, profile)
+    assert "Counted for texts alone: the inputs of the vision part" in capsys.readouterr().out

@@ -176,7 +176,8 @@ def _rewards_text(accuracy: float | None, margin: float | None, kl: float | None
 
 def _held_out_text(event: Any) -> str:
     rewards = _rewards_text(event.reward_accuracy, event.reward_margin, event.kl)
-    return f"held-out loss after {event.tokens:,} {event.unit}: {event.loss:.4f}{rewards}"
+    metrics = "".join(f" · {name} {value:.4f}" for name, value in event.metrics.items())
+    return f"held-out loss after {event.tokens:,} {event.unit}: {event.loss:.4f}{rewards}{metrics}"
 
 
 def _reference_started_text(event: Any) -> str:

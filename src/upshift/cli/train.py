@@ -50,6 +50,7 @@ from upshift.settings import read_ranks
 from upshift.training.arguments import (
     BETA,
     DEFAULT_OUTPUT,
+    LOSS,
     SEEDS,
     TRIAL_SECONDS,
     Arguments,
@@ -162,14 +163,21 @@ EarlyStoppingPatience = Annotated[
     int | None,
     option(
         "--early-stopping-patience", panel=Panel.CHECKPOINTS, metavar="N", least=1, default="no early end",
-        text="End the run after N evaluations without a lower held-out loss. Needs --eval-steps.",
+        text="End the run after N evaluations that are not better than the best. Needs --eval-steps.",
     ),
 ]  # fmt: skip
 LoadBest = Annotated[
     bool,
     option(
         "--load-best", panel=Panel.CHECKPOINTS,
-        text="The final model is that of the evaluation with the lowest held-out loss. Its checkpoint stays. Needs --eval-steps.",
+        text="The final model is that of the best evaluation. Its checkpoint stays. Needs --eval-steps.",
+    ),
+]  # fmt: skip
+MetricForBestModel = Annotated[
+    str,
+    option(
+        "--metric-for-best-model", panel=Panel.CHECKPOINTS, metavar="NAME", default=f"{LOSS}, the lowest held-out loss",
+        text="The metric of the best evaluation, such as accuracy, f1 or wer. A task prints its metrics with the held-out loss.",
     ),
 ]  # fmt: skip
 EvalSteps = Annotated[
@@ -302,6 +310,7 @@ def command(
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
     load_best: LoadBest = False,
+    metric_for_best_model: MetricForBestModel = LOSS,
     save_steps: SaveSteps = 0,
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
@@ -419,4 +428,5 @@ def _print_record(record: Record, *, as_json: bool) -> None:
                 tables.out.print(_rewards_line(accuracy, margin, objective=record.details["objective"]), highlight=False)
         best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
         loss = tables.number(record.measured.evaluation_loss, 4)
-        tables.out.print(f"Held-out loss {loss}{best}. Model saved in {record.checkpoint}")
+        metrics = "".join(f", {name} {value:.4f}" for name, value in record.details.get("metrics", {}).items())
+        tables.out.print(f"Held-out loss {loss}{metrics}{best}. Model saved in {record.checkpoint}")

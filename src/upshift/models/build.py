@@ -21,7 +21,7 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
 from upshift.models.config import text_configs
 from upshift.models.profile import Objective
-from upshift.models.tasks import FEATURES, TRAINED, ModelTask, find_task, names_in, tasks_of
+from upshift.models.tasks import FEATURES, TASKS, TRAINED, ModelTask, find_task, names_in, tasks_of
 from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,10 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
         )
     if architecture.task is not None and architecture.task.trained_on:
         raise RequestError(
-            f"{reference!r} ({name}) is trained on {architecture.task.trained_on} by upshift train alone, which makes no plan "
-            f"before the run; upshift inspect {reference} --placement says what of it goes where"
+            f"{reference!r} ({name}) works on {architecture.task.trained_on}, for which Upshift makes no plan before a run; "
+            f"upshift train trains it without one, and upshift inspect {reference} --placement says what of it goes where"
         )
-    objectives = ", ".join(str(task.objective) for task in TRAINED)
+    objectives = ", ".join(dict.fromkeys(str(task.objective or task.name) for task in TASKS if task.objective or task.trained_on))
     raise RequestError(
         f"{reference!r} ({name}) has no loss that Upshift trains; the kinds are {objectives}{_trainable_alternatives(config)}; "
         f"upshift inspect {reference} --placement says what of it goes where"

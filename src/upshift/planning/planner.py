@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -45,6 +46,10 @@ from upshift.units import format_bytes
 
 Progress = Callable[[int, int], None]
 MAX_SHOWN_PLANS = 50
+# A parameter in bf16, the two moments of AdamW in 4 bits, and no gradient that is kept: no plan for AdamW has less.
+LEAST_STATE_BYTES = 3
+QUANTIZED_BYTES = 0.6  # of a frozen parameter in 4 bits, with its scales and the parameters that stay in bf16
+ADAPTER_SHARE = 0.8  # of the memory, which leaves room for activations
 
 logger = logging.getLogger(__name__)
 
@@ -266,17 +271,50 @@ def _search(
 
 
 def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
-    roomier = "a shorter --sequence-length or a larger device" if sample_unit(profile) == "tokens" else "a larger device"
+    larger = "a larger device" if host.device == "cpu" else "a larger device or more of them"
+    roomier = f"a shorter --sequence-length or {larger}" if sample_unit(profile) == "tokens" else larger
     if (phase := ranking.phase_problem) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:
         raise RequestError(f"no plan for {host.name}: {_commonest_reason(ranking)}")
     nearest = ranking.too_big[0]
     limit = limit_of(nearest, host, workload) or 0.0
+    adapters = _adapter_options(profile, host, workload, limit)
+    advice = _advice_for_states(nearest.plan, profile, host, limit, adapters)
+    advice = advice or f"use {adapters}{_leaner_options(nearest.plan, workload)}{roomier}"
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
-        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use {_leaner_options(nearest.plan, workload)}{roomier}"
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; {advice}"
     )
+
+
+def _adapter_options(profile: ModelProfile, host: Host, workload: Workload, limit: float) -> str:
+    """Return the options of an adapter with which a model that is trained whole would fit, with a comma; empty where none would.
+
+    ``limit``: bytes that a process may use.
+    """
+    parameters = profile.parameters
+    if parameters.trainable < parameters.total or not workload.runs_in.takes_adapters:
+        return ""
+    room = ADAPTER_SHARE * limit
+    if 2 * parameters.total < room * host.num_devices:
+        return "--lora-rank 16, "
+    return "--lora-rank 16 --load-in-4bit, " if QUANTIZED_BYTES * parameters.total < room else ""
+
+
+def _advice_for_states(plan: Plan, profile: ModelProfile, host: Host, limit: float, adapters: str) -> str:
+    """Return what to do where weights and AdamW's state are too large however they are stored and divided.
+
+    Empty where they are not. ``limit``: bytes that a process may use. ``adapters``: options with which the model would fit.
+    """
+    parameters = profile.parameters
+    frozen = parameters.total - parameters.trainable - parameters.quantized
+    least = LEAST_STATE_BYTES * parameters.trainable + 2 * frozen + parameters.quantized_bytes
+    if limit <= 0 or "adamw" not in plan.optim or least <= limit * host.num_devices:
+        return ""
+    larger = "a larger device" if host.device == "cpu" else f"at least {ceil(least / limit)} such devices, or larger ones"
+    instead = f"{adapters}or " if adapters else ""
+    return f"its weights and AdamW's state alone take at least {format_bytes(least)}; use {instead}{larger}"
 
 
 def _commonest_reason(ranking: Ranking) -> str:

@@ -82,7 +82,9 @@ class Program:
         if sharing > 1 and not self.has("fully_shard", layout.fully_shard):
             return None
         arranged = self.layout_of(layout)
-        names = (name for name in Layout.model_fields if name != "fully_shard")
+        # What does not apply has its plain value, which may be one that the program does not have.
+        apart = {"fully_shard", *(() if layout.context_parallel > 1 else ("context_kind",))}
+        names = (name for name in Layout.model_fields if name not in apart)
         return arranged if all(self.has(name, getattr(arranged, name)) for name in names) else None
 
     def has(self, name: str, value: Any) -> bool:
@@ -106,6 +108,8 @@ class Program:
     def check(self, fixed: Mapping[str, Any]) -> None:
         """Raise RequestError for a requested value that the program does not have."""
         for name, value in fixed.items():
+            if name == "context_kind" and fixed.get("context_parallel") == 1:  # it has its plain value
+                continue
             valid = [self.always[name]] if name in self.always else self.values.get(name)
             if valid is not None and value not in valid:
                 raise RequestError(
@@ -214,7 +218,7 @@ MEGATRON = Program(
     takes_adapters=False,
 )
 PROGRAMS: Mapping[ProgramName, Program] = {
-    "upshift": Program(title="Upshift", values={"bf16_gradients": (False,)}),
+    "upshift": Program(title="Upshift", values={"bf16_gradients": (False,), "context_kind": ("ulysses",)}),
     "transformers": TRANSFORMERS,
     "axolotl": Program("Axolotl", TRANSFORMERS.always, values=AXOLOTL_VALUES, quarters=(0, 4), replicates_alone=True),
     "llama-factory": Program("LLaMA-Factory", TRANSFORMERS.always, values=PACKED_VALUES, quarters=(0, 4), replicates_alone=True),

@@ -7,6 +7,7 @@ everything else. The command line or ``train()`` makes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -36,6 +37,7 @@ SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger one
 
 
 INTERVALS = ("eval_steps", "save_steps")  # steps from one event to the next
+LOSS = "loss"  # the metric that every evaluation measures
 
 
 class Arguments(Value):
@@ -62,7 +64,8 @@ class Arguments(Value):
     logging_steps: int = Field(0, ge=0, description="0: no step is logged")
     eval_steps: int | float = Field(0, ge=0, description="0: only at the end; below 1: a share of max_steps, as of save_steps")
     early_stopping_patience: int | None = Field(None, gt=0, description="evaluations without a lower loss; None: no early end")
-    load_best: bool = Field(False, description="the final model is that of the evaluation with the lowest loss")
+    load_best: bool = Field(False, description="the final model is that of the best evaluation")
+    metric_for_best_model: str = Field(LOSS, description="of the best evaluation; of losses the lowest is the best")
     save_steps: int | float = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
     neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
@@ -77,6 +80,20 @@ class Arguments(Value):
                 f"{option} {value:g} is neither a whole number of steps nor a share below 1; give such as 100 or 0.1"
             )
         return value if 0 < value < 1 else int(value)
+
+    @field_validator("metric_for_best_model")
+    @classmethod
+    def _check_metric_name(cls, value: str) -> str:
+        """Return the name of a metric. transformers takes it with and without the prefix of an evaluation."""
+        return value.removeprefix("eval_")
+
+    def check_metric(self, metrics: Collection[str], kind: str) -> None:
+        """Raise RequestError if the evaluations of a task measure another metric than that of the best model."""
+        names = (LOSS, *metrics)
+        if self.metric_for_best_model not in names:
+            raise RequestError(
+                f"--metric-for-best-model {self.metric_for_best_model} is not measured for {kind}; use {' or '.join(names)}"
+            )
 
     def for_steps(self, steps: int) -> Self:
         """Return the arguments for a run of so many steps, with shares as numbers, rounded up as in transformers' Trainer."""

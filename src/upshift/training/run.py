@@ -277,6 +277,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
         task = find_task_model(request.source(), request.data, request)
         if task is not None:
             return _train_task(request, task, watcher)
+        request.arguments.check_metric((), "text")
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
         job, prepared = _prepare_job(request, watcher, output_lock)

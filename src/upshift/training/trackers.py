@@ -116,7 +116,8 @@ class RunTrackers:
             self._send_step(event)
         elif isinstance(event, Evaluated):
             rewards = _reward_logs(event.reward_accuracy, event.reward_margin, event.kl, prefix="eval_")
-            self._send(event.step, {"eval_loss": event.loss, _seen_name(event.unit): event.tokens, **rewards})
+            metrics = {f"eval_{name}": value for name, value in event.metrics.items()}
+            self._send(event.step, {"eval_loss": event.loss, _seen_name(event.unit): event.tokens, **rewards, **metrics})
         elif isinstance(event, Finished):
             self._send(event.step, {"train_runtime": event.seconds})
 

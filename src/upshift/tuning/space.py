@@ -33,6 +33,7 @@ NOT_OF_TRIALS = (
     "kto_beta",
     "desirable_weight",
     "undesirable_weight",
+    "metric_for_best_model",
     "center_rewards_coefficient",
 )
 NAMES = tuple(sorted({*Arguments.model_fields, *RUN_FIELDS} - {*NOT_OF_TRIALS}))

@@ -1,4 +1,4 @@
-"""Two ranks of torchrun train for a task: the losses are those of one process with all rows of a step."""
+"""Two ranks of torchrun train for a task: the losses and the metrics are those of one process with all rows of a step."""
 
 from __future__ import annotations
 
@@ -43,16 +43,23 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
         file = tmp_path / f"{model.name}.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
         cases.append([str(model), str(file)])
+    held_out = tmp_path / "held_out.jsonl"  # a rank has a row less than the other
+    held_out.write_text(
+        "\n".join(json.dumps({"tokens": ["who", "is"], "tags": [*tags]}) for tags in ("AB", "BB", "AA", "BA", "AB"))
+    )
+    cases[0].append(str(held_out))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HELPER), str(tmp_path)]
     subprocess.run([*command, json.dumps([cases, STEPS, RATE, ROWS])], check=True, timeout=TIMEOUT_SECONDS)
-    of_ranks = json.loads((tmp_path / "losses.json").read_text())
+    of_ranks = json.loads((tmp_path / "numbers.json").read_text())
     assert len(of_ranks) == len(cases)
-    for losses, (model, data) in zip(of_ranks, cases, strict=True):
+    for (losses, metrics), (model, data, *eval_data) in zip(of_ranks, cases, strict=True):
         arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
-        options = {"output": tmp_path / "alone", "overwrite": True, "global_batch": ROWS, "eval_size": 0}
+        options = {"output": tmp_path / "alone", "overwrite": True, "global_batch": ROWS}
+        options |= {"eval_data": eval_data[0]} if eval_data else {"eval_size": 0}
         record = upshift.train(model, data, arguments=arguments, **options)
         assert record is not None
         expected = [loss for _, loss in record.details["loss_curve"]]
         assert losses == pytest.approx(expected, rel=2e-4)
+        assert metrics == pytest.approx(record.details["metrics"]) and bool(metrics) == bool(eval_data)
     for number in range(len(cases)):
         assert (tmp_path / f"out-{number}" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""A script for ranks that torchrun starts: each trains the models that the command names, and rank 0 writes the losses."""
+"""A script for ranks that torchrun starts: each trains the models that the command names, and rank 0 writes their numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import upshift
 
 
 def main(folder: Path, cases: list[list[str]], steps: int, rate: float, rows: int) -> None:
-    losses = []
-    for number, (model, data) in enumerate(cases):
+    numbers = []
+    for number, (model, data, *eval_data) in enumerate(cases):
         arguments = {"max_steps": steps, "learning_rate": rate, "lr_scheduler_type": "constant"}
         output = folder / f"out-{number}"
-        record = upshift.train(model, data, output=output, arguments=arguments, global_batch=rows, eval_size=0)
+        held_out = {"eval_data": eval_data[0]} if eval_data else {"eval_size": 0}
+        record = upshift.train(model, data, output=output, arguments=arguments, global_batch=rows, **held_out)
         if record is not None:
-            losses.append([loss for _, loss in record.details["loss_curve"]])
-    if losses:
-        (folder / "losses.json").write_text(json.dumps(losses))
+            numbers.append([[loss for _, loss in record.details["loss_curve"]], record.details["metrics"]])
+    if numbers:
+        (folder / "numbers.json").write_text(json.dumps(numbers))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ def test_losses_of_a_detector_are_those_of_a_plain_loop(kind: str, tmp_path: Pat
 
 def test_a_detector_gets_a_head_for_other_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_detector(tmp_path / "model", "yolos", "cat", "dog")
-    row = {"objects": [{"bbox": [1, 2, 3, 4], "category": name} for name in ("ant", "bee", "cow")]}
+    row = objects([[1, 2, 3, 4]] * 3, [])
+    row["objects"]["categories"] = ["ant", "bee", "cow"]  # as datasets' pages name them
+    del row["objects"]["category"]
     train(folder, make_rows(tmp_path, row), tmp_path / "out", rows=1)
     assert "object detection, the boxes of 'objects' (3 labels: ant, bee, cow)" in caplog.text
     saved = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "out")

@@ -103,6 +103,21 @@ def test_new_labels_get_a_new_head(tmp_path: Path, upshift: Command) -> None:
 
 
 @needs_pillow
+def test_a_table_beside_the_images_has_their_labels(tmp_path: Path, upshift: Command) -> None:
+    """As the image folders of ``datasets``: one table for each split."""
+    folder = save_classifier(tmp_path / "model", "ViTForImageClassification")
+    for split in ("train", "validation"):
+        files = make_images(tmp_path / "images", split)
+        rows = ({"file_name": f"{file.parent.name}/1.png", "label": "red"} for file in files)
+        write_rows(tmp_path / "images" / split / "metadata.jsonl", *rows, {"file_name": "blue/1.png", "label": "blue"})
+    shown = upshift("data", "show", folder, "--data", tmp_path / "images")
+    assert "4 rows to train on, 4 to evaluate on" in shown.out and "train/green/1.png[[ red]]" in shown.out.replace("\n", "")
+    assert "not trained on" not in shown.err
+    encoded = upshift("encode", folder, "--input", tmp_path / "images", "--output", tmp_path / "rows.npy")
+    assert encoded.code == 0 and np.load(tmp_path / "rows.npy").shape[0] == 6, encoded.err
+
+
+@needs_pillow
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

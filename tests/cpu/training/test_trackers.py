@@ -14,7 +14,7 @@ from upshift import settings
 from upshift.errors import RequestError
 from upshift.training import run, trackers
 from upshift.training.arguments import Tracker, TrainRequest
-from upshift.training.loop.events import Evaluated, Event, Finished, Started, StepDone
+from upshift.training.loop.events import Evaluated, Event, Finished, Started, StepDone, event_from_json, event_to_json
 from upshift.training.trackers import PACKAGES, RunTrackers
 
 EVENTS: list[Event] = [
@@ -118,6 +118,16 @@ def test_an_event_is_passed_on_before_the_trackers_get_it(make: MakeTrackers) ->
         for event in EVENTS:
             running.event(event)
     assert seen == [0, 0, 1, 2, 3]
+
+
+def test_the_metrics_of_a_task_have_the_names_of_transformers(make: MakeTrackers, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(Failing, "on_log", lambda self, *_, logs: sent.append(logs))
+    running = make({}, mlflow="")
+    with running:
+        running.begin()
+        running.event(event_from_json(event_to_json(Evaluated(step=2, tokens=8, loss=1.0, unit="rows", metrics={"f1": 0.5}))))
+    assert sent == [{"eval_loss": 1.0, "num_input_rows_seen": 8, "eval_f1": 0.5}]
 
 
 def test_a_tracker_that_is_named_twice_gets_the_numbers_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

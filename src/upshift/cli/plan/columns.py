@@ -36,8 +36,8 @@ def choices_by_kind(choices: Sequence[tuple[str, str]]) -> dict[str, str]:
     return {kind: SEPARATOR.join(parts) for kind, parts in texts.items()}
 
 
-def print_rows(rows: Sequence[Row], kinds: Sequence[str], *, priority: Sequence[str]) -> None:
-    """Print the line of the shared choices, then the table.
+def print_rows(rows: Sequence[Row], kinds: Sequence[str], *, priority: Sequence[str]) -> set[str]:
+    """Print the line of the shared choices, then the table. Return the names of the columns of numbers that had room.
 
     Args:
         rows: the plans, best first.
@@ -65,6 +65,7 @@ def print_rows(rows: Sequence[Row], kinds: Sequence[str], *, priority: Sequence[
         indent = MARGIN + " " * max(map(len, ranks)) + GAP
         under = [indent + SEPARATOR.join(cells) for cells in zip(*([name, *texts[name]] for name in below), strict=True)]
     _print_lines(lines, under)
+    return set(numbers)
 
 
 def _print_lines(lines: list[str], under: list[str]) -> None:

@@ -172,7 +172,7 @@ def command(
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
         return
     _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
-    answers.print(sample_unit(planning.profile))
+    _print_below(answers, planning, source)
     exchange.print_next_command(context, model, planning)
 
 
@@ -252,6 +252,12 @@ def _print_host_notes(host: Host) -> None:
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
         tables.dim(f"Between nodes: {network}")
+
+
+def _print_below(answers: questions.Answers, planning: Planning, source: ModelSource) -> None:
+    """Print what the plans leave out, and the answers to questions about them."""
+    ranking.print_uncounted(source.config, planning.profile)
+    answers.print(sample_unit(planning.profile))
 
 
 def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed: tuple[str, ...] = ()) -> None:

@@ -16,13 +16,12 @@ from upshift.cli.options import command_line_options, option
 from upshift.cli.plan.questions import Request
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware.spec import Host
 from upshift.models.source import AdapterOptions
 from upshift.planning.planner import Planning
 from upshift.planning.program import OWN
 from upshift.planning.programs.job import Inexpressible, Job, trainer_arguments
 from upshift.planning.programs.write import (
-    SERVERS,
-    TRAINERS,
     best_for,
     read_choices,
     read_target,
@@ -35,7 +34,7 @@ Write = Annotated[
     str | None,
     option(
         "--write", panel=Panel.OUTPUT, metavar="PROGRAM",
-        text=f"Write the plan for {', '.join(TRAINERS)} or {', '.join(SERVERS)}.",
+        text="Write the plan for a program such as torchtitan or vllm.",
     ),
 ]  # fmt: skip
 Program = Annotated[
@@ -52,7 +51,15 @@ From = Annotated[
         text="Plan with the choices in this file of accelerate config.",
     ),
 ]  # fmt: skip
-CONFIGURATIONS: Mapping[str, str] = {"transformers": "accelerate", "axolotl": "axolotl"}  # of programs that train
+CONFIGURATIONS: Mapping[str, str] = {  # of programs that train
+    "transformers": "accelerate",
+    "axolotl": "axolotl",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron-bridge",
+}
+RACK = "-nvl72"  # how the name of a whole rack ends
+GPUS_OF_TRAY = 4
+WITH_TRAINING_ARGUMENTS = ("accelerate", "deepspeed")  # the Trainer has the rest of the plan
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.
 SAME_IN_TRAINING = (
     "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "sequence_length",
@@ -92,8 +99,9 @@ def write_plan(
         return
     program, path = target
     job = Job(
-        model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=planning.host.num_nodes,
+        model=model, data=data, num_layers=planning.profile.num_layers, adapter=adapter, num_nodes=machines(planning.host)[0],
         layer_classes=planning.profile.declares.no_split_modules, clips_gradients=planning.workload.clips_gradients,
+        steps=planning.workload.total_steps, has_experts=planning.profile.experts is not None,
     )  # fmt: skip
     chosen = _best_for(program, request, planning, job)
     write_training(program, path, chosen.plan, job)
@@ -103,7 +111,7 @@ def write_plan(
         change = chosen.tokens_per_second / planning.ranking.candidates[0].tokens_per_second - 1
         words = f"{problem.problem[:1].upper()}{problem.problem[1:]} of plan 1. It has the best plan that {program} can run"
         tables.err.print(f"{words}, predicted {change:+.1%}: {chosen.plan.label()}", highlight=False)
-    if program != "axolotl":
+    if program in WITH_TRAINING_ARGUMENTS:
         arguments = " ".join(f"--{name} {value}" for name, value in trainer_arguments(chosen.plan).items())
         tables.dim(f"The rest of the plan, as TrainingArguments: {arguments}", tables.err)
 
@@ -142,15 +150,14 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
     host = planning.host
     program = planning.workload.program
     if program != OWN:
-        target = CONFIGURATIONS.get(program)
+        target = CONFIGURATIONS.get(program) if "write" not in options else None
         asked = {name: flag for name, flag in options.items() if name not in ("model", "write")}
         again = [word for name, flag in asked.items() for word in _words(flag, context.params[name])]
         return None if target is None else shlex.join(["upshift", "plan", model, *again, "--write", target])
     words = ["upshift"]
-    if host.num_nodes > 1:
-        written = re.match(r"(\d+)x(\d+)x", host.name)  # a rack's trays are nodes, although NVLink joins them
-        nodes, gpus = written.groups() if written else (str(host.num_nodes), str(host.gpus_per_node))
-        words += ["launch", "--slurm", "--nodes", nodes, "--gpus", gpus, "--"]
+    nodes, gpus = machines(host)
+    if nodes > 1:
+        words += ["launch", "--slurm", "--nodes", str(nodes), "--gpus", str(gpus), "--"]
     words += ["train", model]
     for name in SAME_IN_TRAINING:
         if name in options:
@@ -158,6 +165,19 @@ def next_command(context: typer.Context, model: str, planning: Planning) -> str 
     if "data" not in options:
         words += ["--data", "DATA"]
     return shlex.join([*words, "--output", "trained"])
+
+
+def machines(host: Host) -> tuple[int, int]:
+    """Return the number of a host's machines, and of the GPUs of each.
+
+    A rack's trays are machines, although NVLink joins them.
+    """
+    written = re.match(r"(\d+)x(\d+)x", host.name)
+    if host.num_nodes > 1 and written:
+        return int(written[1]), int(written[2])
+    if host.name.endswith(RACK):
+        return host.num_devices // GPUS_OF_TRAY, GPUS_OF_TRAY
+    return host.num_nodes, host.gpus_per_node
 
 
 def _words(flag: str, value: Any) -> list[str]:

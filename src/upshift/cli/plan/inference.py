@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,16 +16,17 @@ from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
-from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, subject_line
+from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, print_uncounted, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferenceWorkload, ProgramName
+from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferencePlan, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
 from upshift.planning.planner import find_host
+from upshift.planning.programs import tensorrt_llm
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
 Encode = Annotated[
@@ -120,6 +122,7 @@ def run(
         sys.stdout.write(json.dumps(planning.document(num_plans=output.rows or MAX_SHOWN_PLANS)) + "\n")
         return
     _print_planning(planning, rows=output.rows or tables.SHOWN_PLANS, is_stored=is_stored)
+    print_uncounted(source.config, planning.profile)
     stored = source.config.get("quantization_config")
     if stored:
         counted = "as they are stored" if is_stored else "as they were before, in the precision of the table"
@@ -127,20 +130,28 @@ def run(
         tables.dim(f"{model} is stored with {method}. The plans count the weights {counted}")
 
 
-def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
-    """Write the best plan as the file of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
+def vllm_options(plan: InferencePlan, *, longest: int, is_stored: bool) -> dict[str, Any]:
+    """Return the options of ``vllm serve MODEL --config``. Raise RequestError for a plan that vLLM cannot run."""
     from upshift.inference.engine_environment import arguments_of_plan
-    from upshift.planning.programs.write import write_document
 
-    plan = planning.best.plan
     arguments = arguments_of_plan(plan, is_stored=is_stored)
     if arguments is None:
         raise RequestError(
-            f"a configuration of {program} cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
+            f"a configuration of vllm cannot express {plan.label()}: it reads weights in 8 and 4 bit integers from their "
             "own files alone; leave the names of integers out of --allow"
         )
-    names = {name.replace("_", "-"): value for name, value in arguments.items()}
-    write_document(path, names | {"max-model-len": planning.workload.longest})
+    return {name.replace("_", "-"): value for name, value in arguments.items()} | {"max-model-len": longest}
+
+
+WRITERS: Mapping[str, Callable[..., Mapping[str, Any] | str]] = {"vllm": vllm_options, "trtllm": tensorrt_llm.config_of}
+
+
+def _write_configuration(planning: InferencePlanning, program: str, path: Path, *, is_stored: bool) -> None:
+    """Write the best plan as another server's configuration. Raise RequestError for a plan that it cannot run."""
+    from upshift.planning.programs.write import write_document
+
+    document = WRITERS[program](planning.best.plan, longest=planning.workload.longest, is_stored=is_stored)
+    write_document(path, document)
     tables.err.print(f"Wrote {path}", highlight=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.padding import Padding
@@ -12,6 +12,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
@@ -49,6 +50,15 @@ def subject_line(architecture: str, host: Host, size: str) -> Text:
     return Text.assemble((architecture, "bold"), " on ", (host.name, "bold"), f", {size}")
 
 
+def print_uncounted(config: Mapping[str, Any], profile: ModelProfile) -> None:
+    """Print that a plan of a model with a tower for images or sounds counts texts alone."""
+    if sample_unit(profile) != "tokens":
+        return
+    towers = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if config.get(name)]
+    if towers and "text_config" in config:
+        tables.dim(f"Counted for texts alone: the inputs of the {' and '.join(towers)} part, and its work on them, come on top")
+
+
 def print_plans(planning: Planning, *, rows: int) -> None:
     """Print the best plans in columns, one row for plans that are alike, and a line for the plain default below them."""
     ranking = planning.ranking
@@ -63,13 +73,13 @@ def print_plans(planning: Planning, *, rows: int) -> None:
         shown.append(Row(rank, choices_by_kind(candidate.plan.choices()), cells, num_alike))
     speed = tables.RATES[sample_unit(planning.profile)]
     important = (speed, "held", "step ms", "tier", "alloc.", "resv.", "bound by")
-    print_rows(shown, CHOICE_KINDS, priority=[name for name in important if name in shown[0].numbers])
+    columns = print_rows(shown, CHOICE_KINDS, priority=[name for name in important if name in shown[0].numbers])
     known = [f"{tier[0]} {text}" for tier, text in TIERS.items() if any(tier[0] in letters for letters in tiers)]
     legend = f"tier, of time, alloc. and held: {'; '.join(known)}" if differ else f"all numbers: {known[0][2:]}"
-    on_gpu = planning.host.device == "cuda"
-    reserved = "resv.: what the allocator holds; " if on_gpu else ""
-    whole = "device" if on_gpu else "process"
-    tables.dim(f"Memory in GiB. alloc.: tensors at the peak; {reserved}held: the whole {whole}; {legend}.")
+    whole = "device" if planning.host.device == "cuda" else "process"
+    meanings = {"alloc.": "tensors at the peak", "resv.": "what the allocator holds", "held": f"the whole {whole}"}
+    explained = "".join(f"{name}: {meaning}; " for name, meaning in meanings.items() if name in columns)
+    tables.dim(f"Memory in GiB. {explained}{legend}.")
     tables.out.print(f"{_plain_line(planning)}\n", highlight=False)
 
 

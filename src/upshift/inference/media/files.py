@@ -1,6 +1,7 @@
 """Read which images, sounds and texts to encode.
 
-The input is a folder of images and sounds, or JSON lines that name them: {"image": PATH}, {"audio": PATH} or {"text": "..."}."""
+The input is a folder of images and sounds, with folders in it, or JSON lines that name them: {"image": PATH}, {"audio": PATH} or
+{"text": "..."}."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from upshift.inference.resumable_output import first_record, is_text, parse_obje
 from upshift.loading.media_files import IMAGE_SUFFIXES, SOUND_SUFFIXES, MediaItem, Modality, modality_of
 
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
+TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet")  # of a file "metadata" in a folder of images or sounds
 FORMS = '{"image": "a.png"}, {"audio": "a.wav"} or {"text": "..."}'
 
 
@@ -52,14 +54,17 @@ def with_whole_paths(items: Iterable[MediaItem]) -> list[MediaItem]:
 
 
 def _read_folder(folder: Path, option: str) -> list[MediaItem]:
+    """Return the images and sounds of a folder and of those within it, without the tables that ``datasets`` reads beside them."""
     items = []
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith("."):
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if is_hidden or file.is_dir() or (file.stem == "metadata" and file.suffix in TABLE_SUFFIXES):
             continue
         modality = modality_of(file)
         if modality is None or not file.is_file():
             suffixes = ", ".join((*IMAGE_SUFFIXES, *SOUND_SUFFIXES))
-            raise RequestError(f"{option} {folder} has {file.name}, which is no image or sound ({suffixes}); move it elsewhere")
+            raise RequestError(f"{option} {folder} has {name}, which is no image or sound ({suffixes}); move it elsewhere")
         items.append(MediaItem(modality, str(file), str(file)))
     if not items:
         raise RequestError(f"{option} {folder} has no files; give a folder of images or sounds")

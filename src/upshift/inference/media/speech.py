@@ -46,11 +46,21 @@ class Transcriber:
 
     def __init__(self, model: str, *, max_new_tokens: int | None = None) -> None:
         self.source = find_weights(model)
-        model_class: Any = find_architecture(self.source.hf_config, self.source.reference).model_class
+        architecture = find_architecture(self.source.hf_config, self.source.reference)
+        model_class: Any = architecture.model_class
         if not any(task.name == TASK for task in tasks_of(model_class.__name__)):
+            own = "transformers lists it for no task" if architecture.task is None else f"its task is {architecture.task.name}"
+            instead = (
+                'write {"prompt": "...", "images": ["a.png"]} on each line'
+                if model_class.can_generate()
+                else (
+                    f"give a model whose task is {TASK}, such as Whisper or wav2vec2 with a CTC head, or run this one with "
+                    "transformers.pipeline()"
+                )
+            )
             raise RequestError(
-                f"{self.source.reference!r} is a {model_class.__name__}, which writes no text from sounds; "
-                f"give a model whose task is {TASK}, such as Whisper or wav2vec2 with a CTC head"
+                f"{self.source.reference!r} is a {model_class.__name__}, which writes no text from sounds or images alone "
+                f"({own}); {instead}"
             )
         self._writes = bool(model_class.can_generate())
         if max_new_tokens is not None and not self._writes:

@@ -27,6 +27,11 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 # Without NVLink hosts differ: one with L40S reached 2 of 32 GB/s over 8 GPUs, through the host's memory (COSTS.md D5), while
 # TensorRT-LLM's rows of 4 and 8 L40S (benchmarks/published) are met with half of the specified rate. Only a measurement tells.
 PCIE_EFFICIENCY = 0.5
+# NCCL's own model of rings over PCIe (baseLat, hwLat and busBw of src/graph/tuning.cc, commit 01afd20a): seconds at the start,
+# seconds a step, and the part of the bandwidth that is left. LL sends a flag with each word, so it starts fast and streams
+# slowly. NCCL takes the protocol that is faster for the size.
+SIMPLE = (8.4e-6, 5.7e-6, 1.0)
+LL = {"all_reduce": (3.6e-6, 1.0e-6, 1 / 4), "other": (3.6e-6, 1.0e-6, 1 / 3)}
 HOP_SECONDS = 10e-6  # between two nodes, each way (NCCL's model: 2.7 to 14 us a network hop)
 NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
 
@@ -179,7 +184,22 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
     rate = _node_rate(host)
     if rate is None:
         return None
-    return NODE_LATENCY["other"] + num_bytes * _ring_volume(operation, ranks) / rate
+    stream = num_bytes * _ring_volume(operation, ranks) / rate
+    if host.intra_node is not None and "PCIe" in host.intra_node.name:
+        return _pcie_seconds(operation, stream, ranks)
+    return NODE_LATENCY["other"] + stream
+
+
+def _pcie_seconds(operation: Collective, stream: float, ranks: int) -> float:
+    """Return the seconds of a collective over PCIe. Its ring takes one step for each other rank, a sum twice as many.
+
+    ``stream``: the seconds that its bytes take at the whole bandwidth.
+    """
+    steps = (2 if operation == "all_reduce" else 1) * (ranks - 1)
+    protocols = [SIMPLE]
+    if operation != "all_to_all":  # NCCL's sends and receives have no such protocol for more than a few kB
+        protocols.append(LL.get(operation, LL["other"]))
+    return min(start + steps * step + stream / share for start, step, share in protocols)
 
 
 def _measured_here(host: Host, operation: Exchange) -> tuple[Link, int] | None:

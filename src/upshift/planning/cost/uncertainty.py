@@ -29,10 +29,10 @@ STEP_INTERVAL = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 
 # of the program twice (benchmarks/cases/leave_one_out.py). A source that the interval did not see lies in it as often as
 # docs/accuracy_published.md says. No published run is one of Upshift's own.
 GPU_STEP_INTERVALS: Mapping[ProgramName, tuple[float, float]] = {
-    "upshift": (0.65, 1.54),
-    **dict.fromkeys(("transformers", "axolotl", "llama-factory"), (0.42, 1.55)),
-    "torchtitan": (0.67, 1.54),
-    "megatron": (0.66, 1.52),
+    "upshift": (0.66, 1.55),
+    **dict.fromkeys(("transformers", "axolotl", "llama-factory"), (0.42, 1.58)),
+    "torchtitan": (0.68, 1.61),
+    "megatron": (0.67, 1.54),
 }
 # How much a chip's factors differ from the mean of others, as a logarithm, with 5 % above and 5 % below: 1.645 times the standard
 # deviation that benchmarks/cases/leave_one_out.py counts with.

@@ -22,6 +22,7 @@ from upshift.models.source import ModelSource
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
 from upshift.planning.cost.communication import link_advice
+from upshift.planning.cost.rates import NO_RATE_ADVICE
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import InferencePlan, InferenceWorkload, ReplicaShape
@@ -142,7 +143,7 @@ def _add_plan(
     ranking: Ranking, plan: InferencePlan, engine: Engine | None, memory: ReplicaMemory, workload: InferenceWorkload
 ) -> None:
     if engine is None:
-        ranking.rejected.append(Rejected(plan, f"this host's rate with {plan.weights} weights is unknown"))
+        ranking.rejected.append(Rejected(plan, f"this host's rate with {plan.weights} weights is unknown{NO_RATE_ADVICE}"))
         return
     service = predict_service(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
     if service is None:

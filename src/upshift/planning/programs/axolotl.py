@@ -52,6 +52,7 @@ def config_of(plan: Plan, job: Job) -> dict[str, Any]:
         "gradient_checkpointing": plan.activation_checkpointing > 0,
         "sample_packing": plan.packing,
     }
+    document |= {"optim_args": plan.optim_args} if plan.optim_args else {}
     document |= {"activation_offloading": True} if plan.activation_offload else {}
     document |= {"torch_compile": True} if plan.torch_compile != "off" else {}
     document |= {"max_grad_norm": 1.0} if job.clips_gradients else {}

@@ -21,6 +21,8 @@ class Job(Value):
     num_layers: int = Field(gt=0)
     layer_classes: tuple[str, ...] = Field((), description="class names of the layers, which FSDP wraps one by one")
     num_nodes: int = Field(1, gt=0)
+    steps: int = Field(1000, gt=0, description="optimizer steps of the run")
+    has_experts: bool = Field(False, description="a mixture of experts")
     adapter: AdapterOptions = AdapterOptions()
     clips_gradients: bool = True
 
@@ -46,6 +48,33 @@ def check_expressible(program: str, plan: Plan, allowed: Mapping[str, Sequence[A
         return
     choices = ", ".join(f"{name}={_shown(value)}" for name, value in wrong.items())
     raise Inexpressible(program, choices, tuple(f"{name}={_shown(allowed[name][0])}" for name in wrong))
+
+
+def refuse_adapter(program: str, job: Job) -> None:
+    """Raise RequestError for a job with an adapter, which a program's configuration has no word for."""
+    if job.adapter.lora_rank is not None:
+        raise RequestError(f"a configuration of {program} cannot express LoRA; leave out --lora-rank, or use --write axolotl")
+
+
+def launch_words(plan: Plan, job: Job) -> str:
+    """Return the start of a command that runs a program on all ranks of a plan."""
+    if job.num_nodes == 1:
+        return f"torchrun --nproc-per-node {plan.num_processes}"
+    ranks = plan.num_processes // job.num_nodes
+    return f"torchrun --nnodes {job.num_nodes} --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+
+
+def yaml_text(comments: Sequence[str], document: Mapping[str, Any]) -> str:
+    """Return a document as YAML, below lines of comments."""
+    import yaml
+
+    text: str = yaml.safe_dump(dict(document), sort_keys=False)
+    return comment_lines(comments) + text
+
+
+def comment_lines(comments: Sequence[str]) -> str:
+    """Return lines as comments of Python or YAML."""
+    return "".join(f"# {comment}\n" if comment else "#\n" for comment in comments)
 
 
 def choice_of(plan: Plan, name: str) -> Any:

@@ -12,18 +12,30 @@ from upshift.atomic_file import write_whole
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.programs import accelerate, axolotl, deepspeed
-from upshift.planning.programs.job import Inexpressible, Job
+from upshift.planning.programs import accelerate, axolotl, deepspeed, fsdp2, megatron_bridge, torchtitan
+from upshift.planning.programs.job import Inexpressible, Job, yaml_text
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.simplicity import simplest_first
 
-TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], dict[str, Any]]]] = {  # by program: default file, writer
+# A configuration is a document, which the file's name makes JSON or YAML, or it is the file's text.
+Configuration = Mapping[str, Any] | str
+TRAINERS: Mapping[str, tuple[str, Callable[[Plan, Job], Configuration]]] = {  # by program: default file, writer
     "accelerate": ("accelerate_config.yaml", accelerate.config_of),
     "deepspeed": ("deepspeed.json", deepspeed.config_of),
+    "fsdp2": ("fsdp2.py", fsdp2.config_of),
     "axolotl": ("axolotl.yaml", axolotl.config_of),
+    "torchtitan": ("torchtitan_config.py", torchtitan.config_of),
+    "megatron-bridge": ("megatron_bridge.yaml", megatron_bridge.config_of),
 }
-SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml"}  # by program: default file
+SERVERS: Mapping[str, str] = {"vllm": "vllm.yaml", "trtllm": "trtllm.yaml"}  # by program: default file
+SUFFIXES: Mapping[str, tuple[str, ...]] = {  # of a program's file; of the others: YAML's
+    "accelerate": (".yaml", ".yml", ".json"),
+    "axolotl": (".yaml", ".yml", ".json"),
+    "deepspeed": (".json",),
+    "fsdp2": (".py",),
+    "torchtitan": (".py",),
+}
 
 
 def read_target(text: str, *, serves: bool) -> tuple[str, Path]:
@@ -37,6 +49,9 @@ def read_target(text: str, *, serves: bool) -> tuple[str, Path]:
         other = "; it is for --generate" if program in SERVERS else "; it trains" if program in TRAINERS else ""
         raise RequestError(f"--write {program} is not possible here{other}; use one of {', '.join(files)}")
     target = Path(path or files[program])
+    suffixes = SUFFIXES.get(program, (".yaml", ".yml"))
+    if target.suffix not in suffixes:
+        raise RequestError(f"--write {program}: {target} has another ending; give a file that ends in {' or '.join(suffixes)}")
     if target.exists():
         raise RequestError(f"--write {program}: {target} exists; give another file, such as --write {program}=new-{target.name}")
     if not target.parent.is_dir():
@@ -74,21 +89,18 @@ def write_training(program: str, path: Path, plan: Plan, job: Job) -> None:
     write_document(path, document_of(plan, job))
 
 
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document as JSON or, by the name of the file, as YAML."""
+def write_document(path: Path, document: Configuration) -> None:
+    """Write a text as it is, and a document as JSON or, by the name of the file, as YAML."""
     try:
         write_whole(path, _text(path, document))
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
 
 
-def _text(path: Path, document: Mapping[str, Any]) -> str:
-    if path.suffix == ".json":
-        return json.dumps(document, indent=2) + "\n"
-    import yaml
-
-    text: str = yaml.safe_dump(dict(document), sort_keys=False)
-    return text
+def _text(path: Path, document: Configuration) -> str:
+    if isinstance(document, str):
+        return document
+    return json.dumps(document, indent=2) + "\n" if path.suffix == ".json" else yaml_text((), document)
 
 
 def read_choices(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from upshift.planning.cost.process_memory import (
     predict_reserved,
     predict_resident,
 )
-from upshift.planning.cost.rates import predict_rates
+from upshift.planning.cost.rates import NO_RATE_ADVICE, predict_rates
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread, step_interval
@@ -267,7 +267,7 @@ class Coster:
             return (
                 "an update on the host needs the rates of its memory and link, which were not measured; use optim_offload=false"
             )
-        return f"this host's rate in {plan.precision} is unknown"
+        return f"this host's rate in {plan.precision} is unknown{NO_RATE_ADVICE}"
 
     def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
         if not has_earlier_gradients(plan):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.loading.media_files import modality_of
 from upshift.text import join_names
 from upshift.training.data.rows.row_slice import pick_split
 
@@ -69,12 +70,18 @@ def say_once(text: str) -> None:
 
 
 def find_data_files(
-    path: Path, *, pattern: str | None, is_evaluation: bool = False, wanted_split: str | None = None
+    path: Path,
+    *,
+    pattern: str | None,
+    is_evaluation: bool = False,
+    wanted_split: str | None = None,
+    rows_name_media: bool = False,
 ) -> DataFiles:
     """Return the data files of a file or a folder. Raise RequestError for a path without data.
 
     ``pattern`` is a glob that selects the files of a folder; they are read as texts. ``is_evaluation``: as in ``read_corpus``.
-    ``wanted_split``: the split that the user wants. None: the one for training, or for evaluation.
+    ``wanted_split``: the split that the user wants. None: the one for training, or for evaluation. ``rows_name_media``: images
+    and sounds in the folder are no data of their own.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -88,6 +95,8 @@ def find_data_files(
         pick_split(["train"], wanted_split or "train", path)
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
+    if rows_name_media:
+        files = [file for file in files if modality_of(file) is None]
     if pattern is not None:
         return DataFiles(kind="text", training=tuple(files))
     declared = _declared_splits(path, files)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from upshift.errors import MissingInternal, RequestError
+from upshift.importing import quiet_logger
 from upshift.internals.torch_names import EXCHANGES, FAKE_STORE, FAKE_TENSOR_MODE, OUTSIDE_MODES
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class, cut_stacks, sample_inputs
@@ -160,7 +161,8 @@ def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
     config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
     plan = plan.changed(device="cpu")  # where the fake tensors are; a mesh of GPUs would use CUDA, after which no trial can fork
-    with _fake_world(plan.num_processes), _real_meshes(), _without_traceback():
+    without_traceback = quiet_logger("torch._subclasses.fake_tensor", logging.CRITICAL)  # the error's message is enough
+    with _fake_world(plan.num_processes), _real_meshes(), without_traceback:
         mesh = init_mesh(plan)
         fake = FAKE_TENSOR_MODE.get()()
         try:
@@ -185,18 +187,6 @@ def _fake_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _without_traceback() -> Iterator[None]:
-    """Silence torch's log of operators that reject shapes. The error's message is enough."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from upshift.planning.plan import ALONE
 from upshift.planning.search.constraints import conflict_with_pairs, warning_about_splits, why_not_isolated
 from upshift.record import Record
 from upshift.settings import read_settings
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import LOSS, Arguments
 from upshift.training.batches.sampler import check_enough_data
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
@@ -131,6 +131,11 @@ def check_evaluations(arguments: Arguments, *, will_evaluate: bool, origin: str 
     ``origin``: the data, once it is read, of which rows are held out, or none.
     """
     argument = arguments.option_for_evaluations()
+    if argument is None and arguments.metric_for_best_model != LOSS:
+        raise RequestError(
+            f"--metric-for-best-model {arguments.metric_for_best_model} chooses no checkpoint without --load-best or "
+            "--early-stopping-patience; add one, or leave it out"
+        )
     if argument is None:
         return
     option = f"--{argument.replace('_', '-')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 from upshift.value import Value
@@ -89,6 +89,7 @@ class Evaluated:
     reward_margin: float | None = None
     kl: float | None = None
     unit: Unit = "tokens"
+    metrics: dict[str, float] = field(default_factory=dict)  # of the task, beside the loss
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan
 from upshift.settings import read_ranks
-from upshift.training.arguments import TrainRequest
+from upshift.training.arguments import LOSS, TrainRequest
 from upshift.training.checkpoint.directory import REFERENCE_NAME
 from upshift.training.job.job import check_job
 from upshift.training.job.processes import run_in_processes
@@ -56,7 +56,7 @@ def profile(request: TrainRequest, *, output: Path, steps: int, watcher: Watcher
         _remove_old_profile(output)
         prepared, _ = prepare_run(request, watcher=watcher)
         arguments = request.arguments_for(steps).changed(
-            eval_steps=0, save_steps=0, logging_steps=0, early_stopping_patience=None, load_best=False
+            eval_steps=0, save_steps=0, logging_steps=0, early_stopping_patience=None, load_best=False, metric_for_best_model=LOSS
         )
         job = prepared.job(arguments, output=output)
         check_job(job, prepared.data)

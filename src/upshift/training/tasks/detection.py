@@ -18,10 +18,11 @@ from upshift.training.data.row_formats import list_columns
 from upshift.training.tasks.contents import RowImage
 from upshift.training.tasks.labels import Label, check_label, find_labels
 from upshift.training.tasks.media_classification import ImageReader
-from upshift.training.tasks.rows import Examples, Preprocessors, Progress, TaskData, TaskRow, TaskRows, read_splits
+from upshift.training.tasks.metrics.boxes import box_metrics
+from upshift.training.tasks.rows import Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
 
 OBJECTS = "objects"
-CATEGORY_NAMES = ("category", "category_id", "label")  # of a box
+CATEGORY_NAMES = ("category", "categories", "category_id", "label")  # of a box; datasets' pages have the first two
 OUTSIDE_PIXELS = 1.0  # by which a rounded box may reach outside of its image
 
 
@@ -59,10 +60,7 @@ def prepare_detection(source: ModelSource, rows: TaskRows, *, progress: Progress
     say_once(f"{rows.origin}: object detection, the boxes of {OBJECTS!r} ({len(labels.names)} labels: {labels.shown()})")
 
     def read(row: TaskRow) -> DetectionExample:
-        name = next((name for name in reader.columns if name in row.fields), None)
-        if name is None:
-            raise RequestError(f"{row.place} has no column 'image'; {list_columns(row.fields)}; rename that of the files")
-        image = reader.check(row.fields[name], row)
+        image = reader.read(row)
         size = image.read(header_only=True)
         annotations = []
         for box in boxes.pop(id(row)):
@@ -86,16 +84,15 @@ def prepare_detection(source: ModelSource, rows: TaskRows, *, progress: Progress
         content = example.image.content
         return [(f"{content if isinstance(content, str) else example.image.place} ", False), ("; ".join(named), True)]
 
-    training, evaluation = read_splits(rows, read, progress)
-    collate(training[:1])
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    return make_task_data(
+        read_splits(rows, read, progress),
+        tries_batch=True,
         collate=collate,
         preprocessors=Preprocessors((reader.processor,)),
         describe=describe,
         new_head=labels.new_head(source),
         loss_is_mean_of="rows",
+        metrics=box_metrics(reader.processor),
     )
 
 

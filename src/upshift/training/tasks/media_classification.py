@@ -13,14 +13,15 @@ from upshift.models.source import ModelSource
 from upshift.training.data.row_formats import list_columns
 from upshift.training.tasks.contents import RowImage, image_of, sound_of
 from upshift.training.tasks.labels import Label, check_label, find_labels
+from upshift.training.tasks.metrics.classes import class_metrics
 from upshift.training.tasks.rows import (
-    Examples,
     Preprocessors,
     Progress,
     TaskData,
     TaskRow,
     TaskRows,
     load_processor,
+    make_task_data,
     read_splits,
 )
 
@@ -34,6 +35,14 @@ class LabelledMedia(NamedTuple):
     label: int
 
 
+def _file_of(row: TaskRow, columns: Sequence[str]) -> Any:
+    """Return the value of the first of these columns that a row has. Raise RequestError if it has none."""
+    name = next((name for name in columns if name in row.fields), None)
+    if name is None:
+        raise RequestError(f"{row.place} has no column {columns[0]!r}; {list_columns(row.fields)}; rename that of the files")
+    return row.fields[name]
+
+
 class ImageReader:
     """Reads the images of rows, and makes the model's inputs of them."""
 
@@ -42,9 +51,9 @@ class ImageReader:
     def __init__(self, source: ModelSource) -> None:
         self.processor = load_processor(source, "AutoImageProcessor")
 
-    def check(self, value: Any, row: TaskRow) -> RowImage:
-        """Return the image that a value names. Raise RequestError if it cannot be read."""
-        image = image_of(value, row)
+    def read(self, row: TaskRow) -> RowImage:
+        """Return the image of a row. Raise RequestError if it cannot be read."""
+        image = image_of(_file_of(row, self.columns), row)
         image.read(header_only=True)
         return image
 
@@ -60,9 +69,9 @@ class SoundReader:
     def __init__(self, source: ModelSource) -> None:
         self.processor = load_processor(source, "AutoFeatureExtractor")
 
-    def check(self, value: Any, row: TaskRow) -> MediaItem:
-        """Return the sound that a value names. Raise RequestError if it cannot be read, or is longer than the model reads."""
-        return sound_of(value, row, self.processor)
+    def read(self, row: TaskRow) -> MediaItem:
+        """Return the sound of a row. Raise RequestError if it cannot be read, or is longer than the model reads."""
+        return sound_of(_file_of(row, self.columns), row, self.processor)
 
     def inputs(self, sounds: Sequence[Any]) -> dict[str, Any]:
         rate = self.processor.sampling_rate
@@ -82,26 +91,20 @@ def prepare_classification(
 
     def read(row: TaskRow) -> LabelledMedia:
         number = labels.number(_label_of(row, class_names), row.place)
-        name = next((name for name in reader.columns if name in row.fields), None)
-        if name is None:
-            raise RequestError(
-                f"{row.place} has no column {reader.columns[0]!r}; {list_columns(row.fields)}; rename that of the files"
-            )
-        return LabelledMedia(reader.check(row.fields[name], row), number)
+        return LabelledMedia(reader.read(row), number)
 
     def collate(examples: Sequence[LabelledMedia]) -> dict[str, Any]:
         inputs = reader.inputs([example.content for example in examples])
         return {**inputs, "labels": torch.tensor([example.label for example in examples])}
 
-    training, evaluation = read_splits(rows, read, progress)
-    collate(training[:1])
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    return make_task_data(
+        read_splits(rows, read, progress),
+        tries_batch=True,
         collate=collate,
         preprocessors=Preprocessors((reader.processor,)),
         describe=lambda example: [(_shown(example.content), False), (f" {labels.names[example.label]}", True)],
         new_head=labels.new_head(source),
+        metrics=class_metrics(lambda example: example.label),
     )
 
 

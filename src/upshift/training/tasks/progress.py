@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import JobFailed
+from upshift.training.arguments import LOSS
 from upshift.training.loop.events import Evaluated, OnEvent, StepDone
 from upshift.training.loop.signals import StopRequest
 from upshift.training.tasks.ranks import any_rank
 
 RECENT_STEPS = 10
+EVALUATED = "eval_"  # begins the names of an evaluation's numbers in transformers
+EVALUATED_LOSS = f"{EVALUATED}{LOSS}"
+TIMES = ("_runtime", "_per_second", "_preparation_time")
 
 
 class RunEvents(TrainerCallback):
@@ -31,7 +36,7 @@ class RunEvents(TrainerCallback):
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.evaluations: list[tuple[int, int, float]] = []  # step, rows and loss
+        self.evaluations: list[Evaluated] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._step_start = time.perf_counter()
@@ -75,5 +80,13 @@ class RunEvents(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
         rows = state.global_step * self._global_batch
-        self.evaluations.append((state.global_step, rows, metrics["eval_loss"]))
-        self._on_event(Evaluated(state.global_step, rows, metrics["eval_loss"], unit="rows"))
+        numbers = measured_numbers(metrics)
+        event = Evaluated(state.global_step, rows, numbers.pop(LOSS), unit="rows", metrics=numbers)
+        self.evaluations.append(event)
+        self._on_event(event)
+
+
+def measured_numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss and the metrics of an evaluation of transformers' Trainer, without its times."""
+    names = [name for name in logs if name.startswith(EVALUATED) and not name.endswith(TIMES)]
+    return {name.removeprefix(EVALUATED): float(logs[name]) for name in names}

@@ -6,6 +6,7 @@ A long context becomes several rows that overlap. A row without the answer learn
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
-from upshift.training.tasks.rows import Examples, NewHead, Preprocessors, Progress, TaskData, TaskRow, TaskRows, read_splits
+from upshift.training.tasks.metrics.answers import ContextRow, Question, answer_metrics
+from upshift.training.tasks.rows import NewHead, Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
 from upshift.training.tasks.texts import TextExample, TextReader, text_of
 
 COLUMNS = ("question", "context", "answers")
@@ -37,6 +39,14 @@ class Answer(NamedTuple):
         return self.start + len(self.text)
 
 
+class EncodedQuestion(NamedTuple):
+    """The context of a row, its answers, and the encodings of the rows of the context."""
+
+    context: str
+    answers: list[Answer]
+    encodings: Any
+
+
 def has_questions(names: Collection[str]) -> bool:
     """Return whether rows have questions with contexts and answers."""
     return all(name in names for name in COLUMNS)
@@ -53,21 +63,21 @@ def prepare_question_answering(
         f"{rows.origin}: question answering, the places of 'answers' in 'context' ({reader.length} tokens a row, {reader.stride} "
         "of which two rows of a context have in common)"
     )
-    split_rows = read_splits(rows, reader.read, progress)
-    training, evaluation = ([example for examples in split for example in examples] for split in split_rows)
+    training, evaluation = (list(chain.from_iterable(split)) for split in read_splits(rows, reader.read, progress))
+    questions = [question for row in rows.evaluation if (question := reader.question(row)) is not None]
     new_head = None
     if not has_head:
         say_once(f"{source.base_reference} gets a new head for the start and the end of an answer, whose weights are random")
         new_head = NewHead(("LABEL_0", "LABEL_1"))
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    return make_task_data(
+        (training, evaluation),
         collate=reader.collate,
         preprocessors=Preprocessors((text_reader.tokenizer,)),
         describe=reader.describe,
         new_head=new_head,
         label_inputs=ENDS,
         loss_is_mean_of="rows",
+        metrics=answer_metrics(questions),
     )
 
 
@@ -78,12 +88,36 @@ class QuestionReader:
         self._reader = reader
         self._tokenizer = reader.tokenizer
         self._question_is_first = self._tokenizer.padding_side == "right"
+        self._context_part = 1 if self._question_is_first else 0
         self.length = length
         self.stride = min(STRIDE, length // 3)
         self.width = 0  # of the longest row; all are as wide, because the loss is over all places, padding too
 
     def read(self, row: TaskRow) -> list[TextExample] | None:
         """Return the examples of a row, or None for an empty one. Raise RequestError for one that cannot be used."""
+        encoded = self._encode(row)
+        if encoded is None:
+            return None
+        numbers = range(len(encoded.encodings["input_ids"]))
+        return [self._example(encoded.encodings, number, next(iter(encoded.answers), None)) for number in numbers]
+
+    def question(self, row: TaskRow) -> Question | None:
+        """Return a row's question and the texts of its answers, or None for an empty row. All rows of the data were read before,
+        because the longest says how wide their batches are."""
+        encoded = self._encode(row)
+        if encoded is None:
+            return None
+        rows = [self._context_row(encoded.encodings, number) for number in range(len(encoded.encodings["input_ids"]))]
+        return Question(encoded.context, rows, tuple(answer.text for answer in encoded.answers))
+
+    def _context_row(self, encodings: Any, number: int) -> ContextRow:
+        is_context = np.array(encodings.sequence_ids(number)) == self._context_part
+        spans = np.where(is_context[:, None], np.array(encodings["offset_mapping"][number]), -1)
+        return ContextRow(
+            spans, self._reader.start_of(len(spans), self.width), self._place_without_answer(encodings["input_ids"][number])
+        )
+
+    def _encode(self, row: TaskRow) -> EncodedQuestion | None:
         missing = next((name for name in COLUMNS if name not in row.fields), None)
         if missing is not None:
             raise RequestError(
@@ -93,7 +127,7 @@ class QuestionReader:
         question, context = (text_of(row.fields[name], name, row.place) for name in COLUMNS[:2])
         if question is None or context is None:
             return None
-        answer = _first_answer(row, context)
+        answers = _read_answers(row, context)
         question = question.lstrip()
         self._check_question(question, row)
         encodings = self._tokenizer(
@@ -105,7 +139,7 @@ class QuestionReader:
             return_offsets_mapping=True,
         )
         self.width = max(self.width, *map(len, encodings["input_ids"]))
-        return [self._example(encodings, number, answer) for number in range(len(encodings["input_ids"]))]
+        return EncodedQuestion(context, answers, encodings)
 
     def _check_question(self, question: str, row: TaskRow) -> None:
         """Raise RequestError for a question that leaves no room for its context."""
@@ -120,8 +154,7 @@ class QuestionReader:
     def _example(self, encodings: Any, number: int, answer: Answer | None) -> TextExample:
         """Return one row of a context, with the places of the first and the last token of the answer."""
         encoding = {name: encodings[name][number] for name in encodings if name != "overflow_to_sample_mapping"}
-        context = 1 if self._question_is_first else 0
-        places = [place for place, part in enumerate(encodings.sequence_ids(number)) if part == context]
+        places = [place for place, part in enumerate(encodings.sequence_ids(number)) if part == self._context_part]
         offsets = encoding["offset_mapping"]
         without_answer = self._place_without_answer(encoding["input_ids"])
         ends = without_answer, without_answer
@@ -153,11 +186,11 @@ class QuestionReader:
         return [(f"{self._tokenizer.decode(part)} ", is_learned) for part, is_learned in parts if part]
 
 
-def _first_answer(row: TaskRow, context: str) -> Answer | None:
-    """Return the first answer of a row, or None if it has none. Raise RequestError for one that is not in the context."""
+def _read_answers(row: TaskRow, context: str) -> list[Answer]:
+    """Return the answers of a row. The first is learned, so raise RequestError if it is not in the context."""
     value = decode_json(row.fields["answers"])
     if value is None:
-        return None
+        return []
     if not isinstance(value, Mapping) or "text" not in value or "answer_start" not in value:
         raise RequestError(f"{row.place} has answers {value!r:.60}; give text and answer_start, as SQuAD has them")
     texts = _list_of(value["text"])
@@ -167,11 +200,12 @@ def _first_answer(row: TaskRow, context: str) -> Answer | None:
             f"{row.place} has {len(texts)} texts of answers and {len(starts)} of answer_start; give as many of both"
         )
     if not texts:
-        return None
+        return []
+    other = next((text for text in texts if not isinstance(text, str) or not text), None)
+    if other is not None:
+        raise RequestError(f"{row.place} has the answer {other!r:.60}; it must be text")
     text = texts[0]
     start = starts[0]
-    if not isinstance(text, str) or not text:
-        raise RequestError(f"{row.place} has the answer {text!r:.60}; it must be text")
     if not isinstance(start, int) or isinstance(start, bool):
         raise RequestError(f"{row.place} has answer_start {start!r:.60}; it must be the number of a character, from 0")
     found = context[start : start + len(text)] if start >= 0 else ""
@@ -180,7 +214,7 @@ def _first_answer(row: TaskRow, context: str) -> Answer | None:
             f"{row.place} has the answer {text!r:.60} at character {start}, where its context has {found!r:.60}; correct "
             "answer_start, or leave the row out"
         )
-    return Answer(text, start)
+    return [Answer(text, start) for text, start in zip(texts, starts, strict=True)]
 
 
 def _list_of(value: Any) -> list[Any]:

@@ -5,7 +5,6 @@ Rank 0 checks the request and holds the output folder. The others read the data 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,18 +37,6 @@ def wait_for_rank_0(store: Store) -> None:
     failed = store.get(READY_KEY).decode()
     if failed:
         raise getattr(errors, failed)("")
-
-
-@contextmanager
-def without_notes() -> Iterator[None]:
-    """Log errors alone while open."""
-    logger = logging.getLogger("upshift")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

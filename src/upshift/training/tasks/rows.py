@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -36,6 +36,7 @@ from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
 from upshift.training.data.tokens import num_held_out
 from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
+from upshift.training.tasks.metrics.task_metrics import TaskMetrics
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
@@ -149,7 +150,7 @@ def _read_splits(data: str, options: DataOptions, *, is_evaluation: bool = False
     if folder is not None:
         of_folder = folder[0]
         return _Splits(_select(lambda: iter(of_folder), rows), iter(folder[1]), {})
-    files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted)
+    files = find_data_files(path, pattern=None, is_evaluation=is_evaluation, wanted_split=wanted, rows_name_media=True)
     if files.kind == "text":
         raise RequestError(
             f"{path} is plain text, and this model is trained on the rows of a table; give JSON, CSV, Parquet or Arrow, or, for "
@@ -262,6 +263,30 @@ class TaskData:
     new_head: NewHead | None = None  # None: the head of the model's files stays
     label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
     loss_is_mean_of: Literal["labels", "rows"] = "labels"
+    metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
+
+
+class TaskDataParts(TypedDict, total=False):
+    """The fields of TaskData beside its examples."""
+
+    collate: Required[Collate]
+    preprocessors: Required[Preprocessors]
+    describe: Required[Callable[[Any], list[tuple[str, bool]]]]
+    new_head: NewHead | None
+    label_inputs: tuple[str, ...]
+    loss_is_mean_of: Literal["labels", "rows"]
+    metrics: TaskMetrics | None
+
+
+def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = False, **parts: Unpack[TaskDataParts]) -> TaskData:
+    """Return the data of the examples of both splits.
+
+    ``tries_batch``: make a batch of the first example, so that what a processor rejects is said before the model is loaded."""
+    training, evaluation = splits
+    data = TaskData(training=Examples(training), evaluation=Examples(evaluation) if evaluation else None, **parts)
+    if tries_batch:
+        data.collate(training[:1])
+    return data
 
 
 def load_processor(source: ModelSource, auto_class: str) -> Any:

@@ -19,11 +19,11 @@ import transformers
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging as transformers_logging
 
 from upshift.benchmarking.environment import environment
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware.detect import detect
+from upshift.importing import quiet_logger
 from upshift.loading.load import load_source
 from upshift.loading.output_lock import claimed
 from upshift.models.adapter import base_of, complete_model, name_base
@@ -32,22 +32,25 @@ from upshift.models.config import padding_of
 from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
-from upshift.training.arguments import Arguments, TrainRequest
+from upshift.training.arguments import LOSS, Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.model import read_adapter
-from upshift.training.data.rows.token_rows import IGNORED
-from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
-from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.hf_trainer.trainer import Trainer
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, another_run
+from upshift.training.tasks.metrics.trainer import (
+    MICRO_BATCH_FIELD,
+    LabelTrainer,
+    TaskTrainer,
+    UnplannedLabelTrainer,
+    UnplannedTrainer,
+)
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
-from upshift.training.tasks.progress import RunEvents
-from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0, without_notes
+from upshift.training.tasks.progress import EVALUATED_LOSS, RunEvents, measured_numbers
+from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
@@ -55,14 +58,9 @@ CHECKPOINTS = "trainer-checkpoints"  # in the output folder, as the Trainer writ
 RUN_FILE = "trainer_run.json"
 OWN_FILES = (CHECKPOINTS, RUN_FILE)
 LARGEST_MICRO_BATCH = 8  # rows
-MICRO_BATCH_FIELD = "per_device_train_batch_size"
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection")
 UNPLANNED_PRECISIONS = ("fp32", "bf16")
-NO_PLAN = (
-    "this run has no plan, so packing and compiled layers are off; "
-    f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
-)
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
 
@@ -92,7 +90,7 @@ def run_task(request: TrainRequest, task: TaskModel, watcher: TaskWatcher) -> Re
             with joined(ranks, store):
                 return _train(request, task, prepared, watcher.event)
     wait_for_rank_0(store)
-    with without_notes():  # rank 0 has said them
+    with quiet_logger("upshift"):  # rank 0 has said what there is to say
         prepared = _prepare(request, task, None, num_processes=ranks.size)
     with joined(ranks, store):
         _train(request, task, prepared, lambda event: None, leads=False)
@@ -158,7 +156,7 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
     )
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps)
-    check_arguments(arguments, data, request.data)
+    check_arguments(arguments, data, request, task.kind)
     model = load_task_model(source, task, data, request)
     if watcher is not None:
         (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
@@ -184,9 +182,11 @@ def check_request(request: TrainRequest, kind: TaskKind) -> None:
         )
 
 
-def check_arguments(arguments: Arguments, data: TaskData, origin: str) -> None:
+def check_arguments(arguments: Arguments, data: TaskData, request: TrainRequest, kind: TaskKind) -> None:
     """Raise RequestError for evaluations that cannot take place, and for checkpoints that miss the best of them."""
+    arguments.check_metric(data.metrics.larger_is_better if data.metrics else (), kind)
     will_evaluate = arguments.eval_steps > 0
+    origin = request.data
     check_evaluations(arguments, will_evaluate=will_evaluate, origin=origin, has_held_out=data.evaluation is not None)
     if arguments.load_best and arguments.save_steps and arguments.save_steps % arguments.eval_steps:
         raise RequestError(
@@ -243,9 +243,7 @@ def name_padding_of(model: Any, data: TaskData) -> None:
 def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> Any:
     """Return the classifier with the weights of the files below a new head, whose weights are random."""
     loader: Any = task.model_class
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would list the head that is new
-    try:
+    with quiet_logger("transformers"):  # it would list the head that is new
         model, report = loader.from_pretrained(
             stored.directory,
             config=stored.hf_config,
@@ -254,8 +252,6 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
             use_safetensors=True,
             output_loading_info=True,
         )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
     below = (name for name in sorted({*report["missing_keys"], *other_sizes}) if name.startswith(f"{model.base_model_prefix}."))
     lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
@@ -358,9 +354,9 @@ def training_arguments(request: TrainRequest, arguments: Arguments, settings: Se
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
         load_best_model_at_end=arguments.load_best,
-        metric_for_best_model="eval_loss",
-        greater_is_better=False,
-        prediction_loss_only=True,
+        metric_for_best_model=f"eval_{arguments.metric_for_best_model}",
+        greater_is_better=_is_larger_better(arguments.metric_for_best_model, data),
+        prediction_loss_only=data.metrics is None,
         remove_unused_columns=False,
         label_names=list(data.label_inputs),
         report_to=[],
@@ -388,6 +384,7 @@ def _train(
             model=model,
             args=training_arguments(request, arguments, prepared.settings, data),
             data_collator=data.collate,
+            metrics=data.metrics if data.evaluation is not None else None,
             train_dataset=data.training,
             eval_dataset=data.evaluation,
             callbacks=callbacks,
@@ -410,7 +407,8 @@ def _train(
                 f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
                 "with --resume"
             )
-        evaluation_loss = _held_out_loss(trainer, events, arguments) if data.evaluation is not None else None
+        evaluation = _held_out_numbers(trainer, arguments) if data.evaluation is not None else {}
+    evaluation_loss = evaluation.get(LOSS)
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
         raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
     if not leads:
@@ -421,68 +419,28 @@ def _train(
     on_event(Saved(str(request.output), step))
     end = "finished" if step == arguments.max_steps else EARLY_STOPPING
     on_event(Finished(step, step * request.global_batch, time.perf_counter() - start, end))
-    return _record(request, task, prepared.settings, trainer, arguments, events, evaluation_loss, time.perf_counter() - start)
+    return _record(request, task, prepared.settings, trainer, arguments, events, evaluation, time.perf_counter() - start)
 
 
-def _held_out_loss(trainer: Trainer, events: RunEvents, arguments: Arguments) -> float:
-    """Return the held-out loss of the final model, which is measured unless it was already."""
-    if arguments.load_best and trainer.state.best_metric is not None:
-        return float(trainer.state.best_metric)
-    is_measured = bool(events.evaluations) and events.evaluations[-1][0] == trainer.state.global_step
-    return events.evaluations[-1][2] if is_measured else float(trainer.evaluate()["eval_loss"])
+def _held_out_numbers(trainer: TaskTrainer, arguments: Arguments) -> dict[str, float]:
+    """Return the loss and the metrics of the final model, which are measured unless they were already."""
+    state = trainer.state
+    step = state.best_global_step if arguments.load_best and state.best_global_step else state.global_step
+    logged = [log for log in state.log_history if log["step"] == step and EVALUATED_LOSS in log]
+    return measured_numbers(logged[-1] if logged else trainer.evaluate())
 
 
-class UnplannedTrainer(Trainer):
-    """``upshift.Trainer`` for batches that are not rows of equal entries. They, and the settings, stay as they are.
-
-    The images of a chat take a number of entries of their own in the model's inputs, as do the boxes of an image. A plan cuts
-    batches by rows."""
-
-    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
-        plan = plain_plan(
-            self._upshift_host(probe=False),
-            device=torch.device(self.args.device).type,
-            batch=self._train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            num_processes=self.args.world_size,
-        )
-        return Choice(plan, NO_PLAN), Split(None)
+def _is_larger_better(metric: str, data: TaskData) -> bool:
+    return metric != LOSS and data.metrics is not None and data.metrics.larger_is_better[metric]
 
 
-class LabelTrainer(Trainer):
-    """``upshift.Trainer`` for a loss that is a mean over labels.
-
-    A model may take the number of labels of a global batch, and not divide by it. The loss would then be as many times too large
-    as there are micro-batches."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.model_accepts_loss_kwargs = True  # compute_loss takes the number
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
-        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs)
-        if num_items_in_batch is None:
-            return result
-        share = (inputs["labels"] != IGNORED).sum() / num_items_in_batch
-        if self.args.average_tokens_across_devices:
-            share = share * self.accelerator.num_processes  # the ranks' gradients are averaged
-        return (result[0] * share, result[1]) if return_outputs else result * share
-
-
-class UnplannedLabelTrainer(UnplannedTrainer, LabelTrainer):
-    """The trainer of several ranks for a loss that is a mean over labels."""
-
-
-def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> Trainer:
+def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> TaskTrainer:
     has_labels = data.loss_is_mean_of == "labels" and task.kind not in UNPLANNED
     if settings.is_parallel or task.kind in UNPLANNED:
-        trainer: Trainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
+        trainer: TaskTrainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
     else:
         planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
-        trainer = LabelTrainer(**planned) if has_labels else Trainer(**planned)
+        trainer = LabelTrainer(**planned) if has_labels else TaskTrainer(**planned)
     if data.loss_is_mean_of == "rows":
         trainer.model_accepts_loss_kwargs = False  # the mean of micro-batches is that of their rows
     if trainer.args.world_size != settings.num_processes:
@@ -500,7 +458,7 @@ def _record(
     trainer: Any,
     arguments: Arguments,
     events: RunEvents,
-    evaluation_loss: float | None,
+    evaluation: dict[str, float],
     seconds: float,
 ) -> Record:
     losses = events.losses[-LOSS_STEPS:]
@@ -510,7 +468,7 @@ def _record(
     measured = Numbers(
         step_ms=Spread.of([1000 * seconds for seconds in events.seconds[1:] or events.seconds]) if events.seconds else None,
         loss=sum(losses) / len(losses) if losses else None,
-        evaluation_loss=evaluation_loss,
+        evaluation_loss=evaluation.get(LOSS),
     )
     return Record(
         kind="train",
@@ -529,7 +487,9 @@ def _record(
             "steps": trainer.state.global_step,
             "total_seconds": seconds,
             "loss_curve": [[step * request.global_batch, loss] for step, loss in zip(events.steps, events.losses, strict=True)],
-            "evaluations": [[rows, loss] for _, rows, loss in events.evaluations],
+            "evaluations": [[each.tokens, each.loss] for each in events.evaluations],
+            "evaluation_metrics": [[each.step, each.metrics] for each in events.evaluations if each.metrics],
+            "metrics": {name: value for name, value in evaluation.items() if name != LOSS},
             "model_step": best or trainer.state.global_step,
         },
     )

@@ -14,18 +14,20 @@ from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.special_tokens import UnknownTokens
 from upshift.training.tasks.contents import sound_of
+from upshift.training.tasks.metrics.words import speech_metrics
 from upshift.training.tasks.rows import (
-    Examples,
     Preprocessors,
     Progress,
     TaskData,
     TaskRow,
     TaskRows,
     load_processor,
+    make_task_data,
     read_splits,
 )
 
-TEXT_NAMES = ("text", "sentence")  # columns of what is said; Common Voice has the second one
+SOUND_NAMES = ("audio", "file_name")  # columns of the sounds; datasets' audio folders have the second one
+TEXT_NAMES = ("text", "sentence", "transcription")  # of what is said; Common Voice has the second one, audio folders the third
 
 
 class SpokenText(NamedTuple):
@@ -46,11 +48,14 @@ class SpeechReader:
         self.tokenizer = load_processor(source, "AutoTokenizer")
         self._window_seconds = getattr(self.extractor, "chunk_length", None)
         self.unknown = UnknownTokens(self.tokenizer)
+        self.limit: int | None = getattr(self._config, "max_target_positions", None)  # tokens that the model writes
 
     def read(self, row: TaskRow) -> SpokenText | None:
         """Return the example of a row, or None for a row without text. Raise RequestError for a row that cannot be used."""
-        text_name = next((name for name in TEXT_NAMES if name in row.fields), None)
-        if text_name is None or "audio" not in row.fields:
+        text_name, sound_name = (
+            next((name for name in names if name in row.fields), None) for names in (TEXT_NAMES, SOUND_NAMES)
+        )
+        if text_name is None or sound_name is None:
             raise RequestError(
                 f"{row.place} has not the columns 'audio' and 'text'; {list_columns(row.fields)}; rename those of the sounds and "
                 "of what is said in them"
@@ -60,7 +65,7 @@ class SpeechReader:
             raise RequestError(f"{row.place} has the text {text!r:.60}; it must be text")
         if text is None or not text.strip():
             return None
-        sound = sound_of(row.fields["audio"], row, self.extractor)
+        sound = sound_of(row.fields[sound_name], row, self.extractor)
         labels: list[int] = self.tokenizer(text).input_ids
         self.unknown.add(labels)
         if self._writes and labels[:1] == [self._config.decoder_start_token_id]:
@@ -70,10 +75,9 @@ class SpeechReader:
 
     def _check_length(self, labels: list[int], sound: MediaItem, row: TaskRow) -> None:
         """Raise RequestError if the model cannot write so many tokens, or not for so short a sound."""
-        limit = getattr(self._config, "max_target_positions", None)
-        if self._writes and limit is not None and len(labels) > limit:
+        if self._writes and self.limit is not None and len(labels) > self.limit:
             raise RequestError(
-                f"{row.place} has a text of {len(labels)} tokens, and the model writes at most {limit}; cut the sound"
+                f"{row.place} has a text of {len(labels)} tokens, and the model writes at most {self.limit}; cut the sound"
             )
         samples_per_place = getattr(self._config, "inputs_to_logits_ratio", None)
         if self._writes or samples_per_place is None:
@@ -103,14 +107,15 @@ class SpeechReader:
 def prepare_speech(source: ModelSource, rows: TaskRows, *, writes: bool, progress: Progress) -> TaskData:
     """Return the examples of sounds with texts. ``writes``: the model writes token by token, and has no CTC head."""
     reader = SpeechReader(source, writes=writes)
-    training, evaluation = read_splits(rows, reader.read, progress)
+    splits = read_splits(rows, reader.read, progress)
     reader.unknown.report()
-    reader.collate(training[:1])
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    longest = max((len(example.labels) for example in splits[1]), default=0)
+    return make_task_data(
+        splits,
+        tries_batch=True,
         collate=reader.collate,
         preprocessors=Preprocessors((reader.extractor, reader.tokenizer)),
         loss_is_mean_of="labels" if writes else "rows",
+        metrics=speech_metrics(reader.tokenizer, writes=writes, longest=longest, limit=reader.limit),
         describe=lambda example: [(f"{example.sound.content} ", False), (example.text, True)],
     )

@@ -19,7 +19,9 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
 from upshift.training.tasks.labels import NO_LABEL, Labels, check_label, find_labels
-from upshift.training.tasks.rows import Examples, NewHead, Preprocessors, Progress, TaskData, TaskRow, TaskRows, read_splits
+from upshift.training.tasks.metrics.classes import class_metrics, number_metrics, several_class_metrics
+from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+from upshift.training.tasks.rows import NewHead, Progress, TaskData, TaskRow, TaskRows
 from upshift.training.tasks.texts import TextExample, TextReader, text_of
 
 TEXT_COLUMNS = (  # of GLUE's tables and their like; the first that a table has
@@ -37,6 +39,11 @@ DESCRIPTIONS: dict[ProblemType, str] = {
     "single_label_classification": "text classification",
     "multi_label_classification": "text classification with several labels",
     "regression": "regression",
+}
+METRICS: dict[ProblemType, Callable[[Any], TaskMetrics]] = {
+    "single_label_classification": class_metrics,
+    "multi_label_classification": several_class_metrics,
+    "regression": number_metrics,
 }
 
 
@@ -98,15 +105,14 @@ def prepare_text_classification(
         text = reader.tokenizer.decode(example.ids.tolist(), clean_up_tokenization_spaces=False)
         return [(f"{text} ", False), (targets.show(example.learned), True)]
 
-    training, evaluation = read_splits(rows, read, progress)
-    reader.report(rows.origin)
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    return reader.read_data(
+        rows,
+        read,
+        progress,
         collate=collate,
-        preprocessors=Preprocessors((reader.tokenizer,)),
         describe=describe,
         new_head=targets.new_head,
+        metrics=METRICS[targets.problem_type](lambda example: example.learned),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokenizer import load_tokenizer
+from upshift.training.tasks.rows import Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
 
 TYPES = "token_type_ids"
 MASK = "attention_mask"
@@ -65,11 +66,15 @@ class TextReader:
         self.num_long += 1
         return None if self.drops else self.tokenizer(*texts, truncation=True, max_length=self.length, **options)
 
-    def report(self, origin: str) -> None:
-        """Tell the user how many rows are longer than the model reads."""
+    def read_data(self, rows: TaskRows, read: Callable[[TaskRow], Any | None], progress: Progress, **parts: Any) -> TaskData:
+        """Return the data of the examples that ``read`` makes of rows. ``parts``: other fields of TaskData.
+
+        Tell the user how many rows are longer than the model reads."""
+        splits = read_splits(rows, read, progress)
         if self.num_long:
             outcome = "left out" if self.drops else "cut at the end"
-            say_once(f"{origin}: {self.num_long} rows with more than {self.length} tokens are {outcome}")
+            say_once(f"{rows.origin}: {self.num_long} rows with more than {self.length} tokens are {outcome}")
+        return make_task_data(splits, preprocessors=Preprocessors((self.tokenizer,)), **parts)
 
     def example(self, encoding: Mapping[str, Any], learned: Any) -> TextExample:
         """Return the example of an encoding."""

@@ -19,7 +19,8 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.tasks.labels import Label, check_label, find_labels
-from upshift.training.tasks.rows import Examples, Preprocessors, Progress, TaskData, TaskRow, TaskRows, read_splits
+from upshift.training.tasks.metrics.entities import tag_metrics
+from upshift.training.tasks.rows import Progress, TaskData, TaskRow, TaskRows
 from upshift.training.tasks.texts import TextExample, TextReader
 
 WORD_COLUMNS = ("tokens", "words")
@@ -82,15 +83,14 @@ def prepare_token_classification(
                 parts.append((" ", False))
         return parts
 
-    training, evaluation = read_splits(rows, read, progress)
-    reader.report(rows.origin)
-    return TaskData(
-        training=Examples(training),
-        evaluation=Examples(evaluation) if evaluation else None,
+    return reader.read_data(
+        rows,
+        read,
+        progress,
         collate=collate,
-        preprocessors=Preprocessors((reader.tokenizer,)),
         describe=describe,
         new_head=labels.new_head(source),
+        metrics=tag_metrics(labels.names),
     )
 
 

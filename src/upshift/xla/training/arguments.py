@@ -11,7 +11,13 @@ from upshift.training.arguments import Arguments, LearningRateSchedule
 
 Optimizer = Literal["adamw", "sgd"]
 Precision = Literal["fp32", "bf16"]
-NOT_USED = ("logging_steps", "early_stopping_patience", "load_best", "neftune_noise_alpha")  # arguments of torch's loop alone
+NOT_USED = (  # arguments of torch's loop alone
+    "logging_steps",
+    "early_stopping_patience",
+    "load_best",
+    "metric_for_best_model",
+    "neftune_noise_alpha",
+)
 
 
 class XlaArguments(Arguments):

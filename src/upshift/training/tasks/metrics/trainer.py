@@ -1,0 +1,95 @@
+"""Train by ``upshift.Trainer``, and let its evaluations measure the metrics of a task beside the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EvalPrediction
+
+from upshift.training.data.rows.token_rows import IGNORED
+from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
+from upshift.training.hf_trainer.loss_split import Split
+from upshift.training.hf_trainer.trainer import Trainer
+from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+
+MICRO_BATCH_FIELD = "per_device_train_batch_size"
+NO_PLAN = (
+    "this run has no plan, so packing and compiled layers are off; "
+    f"--set {MICRO_BATCH_FIELD}=N and --set precision=bf16 change the settings"
+)
+
+
+class TaskTrainer(Trainer):
+    """``upshift.Trainer`` whose evaluations measure ``metrics``. None: the loss alone.
+
+    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too."""
+
+    def __init__(self, *, metrics: TaskMetrics | None, **arguments: Any) -> None:
+        super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
+        self._metrics = metrics
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss of a batch, what the metrics need of its rows, and a number a row in place of labels."""
+        if self._metrics is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            predictions = self._metrics.predict(self.model, inputs, outputs)
+        first = predictions[0] if isinstance(predictions, tuple) else predictions
+        return loss.detach().mean(), predictions, torch.zeros(len(first), device=first.device)
+
+    def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        assert self._metrics is not None
+        dataset: Any = self.eval_dataset
+        examples = [dataset[number] for number in range(len(dataset))]
+        assert len(prediction.label_ids) == len(examples), "a row is missing, or counted twice"
+        return self._metrics.compute(prediction.predictions, examples)
+
+
+class UnplannedTrainer(TaskTrainer):
+    """The trainer for batches that are not rows of equal entries. They, and the settings, stay as they are.
+
+    The images of a chat take a number of entries of their own in the model's inputs, as do the boxes of an image. A plan cuts
+    batches by rows."""
+
+    def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
+        plan = plain_plan(
+            self._upshift_host(probe=False),
+            device=torch.device(self.args.device).type,
+            batch=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            num_processes=self.args.world_size,
+        )
+        return Choice(plan, NO_PLAN), Split(None)
+
+
+class LabelTrainer(TaskTrainer):
+    """The trainer for a loss that is a mean over labels.
+
+    A model may take the number of labels of a global batch, and not divide by it. The loss would then be as many times too large
+    as there are micro-batches."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = True  # compute_loss takes the number
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs)
+        if num_items_in_batch is None:
+            return result
+        share = (inputs["labels"] != IGNORED).sum() / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            share = share * self.accelerator.num_processes  # the ranks' gradients are averaged
+        return (result[0] * share, result[1]) if return_outputs else result * share
+
+
+class UnplannedLabelTrainer(UnplannedTrainer, LabelTrainer):
+    """The trainer of several ranks for a loss that is a mean over labels."""
