@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 HISTORY = ("log.md", "log_archive.md")  # what was typed then need not work now, and the site has neither
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in HISTORY)]
 
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)( \"[^\"]*\")?\)")  # and its title: what rows a number is from

@@ -336,5 +336,6 @@ def test_the_architecture_lists_every_package() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     shown_pages = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("README.")}
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if not path.name.startswith("README.")}
     assert shown_pages == pages - {*HISTORY}

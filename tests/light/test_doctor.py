@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from upshift.cli.doctor import verdict
 from upshift.cli.main import app
 from upshift.debugging import doctor
 from upshift.debugging.cpu_memory import examine_cpu, examine_memory
@@ -552,6 +553,18 @@ def test_quick_doctor_is_quick(tmp_path: Path) -> None:
     assert all(finding["fix"] for finding in document["findings"] if finding["severity"] in ("error", "warning", "hint"))
     assert {"GPU", "CPU", "memory", "swap", "libraries"} <= {finding["subject"] for finding in document["findings"]}
     assert done.stderr.splitlines()[-1] == "False"  # torch takes seconds to import
+
+
+@pytest.mark.parametrize(
+    ("severities", "words"),
+    [
+        ((), "Ready: no errors; nothing to mend."), (("ok", "unknown"), "Ready: no errors; nothing to mend."),
+        (("warning", "hint", "hint"), "Ready: no errors; 1 warning, 2 hints."),
+        (("error", "error", "hint"), "Not ready: 2 errors, 1 hint. Mend the errors first."),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_whether_the_machine_is_ready(severities: tuple[str, ...], words: str) -> None:
+    assert verdict([Finding(severity=severity, subject="a", what="b", fix="c") for severity in severities]) == words  # type: ignore[arg-type]
 
 
 def test_a_wrong_plan_file_is_refused(tmp_path: Path) -> None:

@@ -1158,3 +1158,16 @@ def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch
     caplog.clear()
     assert "AMD" not in detect(tmp_path / "elsewhere", nvml=None).origin["gpu"]
     assert detect(tmp_path, nvml=FakeNvml((H100, GIB))).device == "cuda"  # an NVIDIA GPU beside them is used
+
+
+@pytest.mark.parametrize("text", ["rtx-409", "8xh10", "l40ss"])
+def test_an_unknown_name_gets_the_three_nearest(text: str) -> None:
+    with pytest.raises(RequestError, match=r"the nearest are ([\w-]+, ){0,2}[\w-]+; the name list shows all$"):
+        describe(text)
+
+
+def test_the_name_list_shows_all() -> None:
+    with pytest.raises(RequestError, match="list is no product; use one of") as refused:
+        describe("list")
+    shown = re.findall(r"[\w-]+", str(refused.value))
+    assert [key for key in GPUS if key not in shown and not key.startswith(("rtx", *APPLE_GPUS))] == []

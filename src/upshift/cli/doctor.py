@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -97,7 +98,7 @@ Data = Annotated[
 Output = Annotated[
     Path,
     option(
-        "--output", "-o", text="Check the disk of this folder, into which runs shall write.", panel=Panel.MEASUREMENT,
+        "--output", "-o", text="Check the disk of this folder, into which your runs will write.", panel=Panel.MEASUREMENT,
         metavar="PATH",
     ),
 ]  # fmt: skip
@@ -130,7 +131,19 @@ def command(
     with tables.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needs=needs)
         diagnosis = diagnosis.changed(findings=(*diagnosis.findings, *examine_environment()))
+    if not as_json:
+        tables.out.print(verdict(diagnosis.findings), style="bold", highlight=False)
     report_findings(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return whether Upshift can run on this machine, and how many findings say what to type."""
+    numbers = Counter(finding.severity for finding in findings)
+    counted = ((numbers["error"], "error"), (numbers["warning"], "warning"), (numbers["hint"], "hint"))
+    words = ", ".join(f"{number} {word}{'s' if number > 1 else ''}" for number, word in counted if number)
+    if numbers["error"]:
+        return f"Not ready: {words}. Mend the errors first."
+    return f"Ready: no errors; {words or 'nothing to mend'}."
 
 
 def _check_used(options: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ Draft = Annotated[
 Backend = Annotated[
     str,
     option(
-        "--backend", text="What computes: race tests the installed engines, xla is TensorFlow", panel=Panel.ENGINES,
+        "--backend", text="What computes: race tests the installed engines, xla uses TensorFlow", panel=Panel.ENGINES,
         metavar="NAME", choices=("race", "xla"),
     ),
 ]  # fmt: skip

@@ -328,14 +328,14 @@ PromptLength = Annotated[
     int | None,
     option(
         "--prompt-length", text="The expected length of a prompt, in tokens.", panel=Panel.TEXT, metavar="N",
-        default="a default for the model", least=1,
+        default="chosen for the model", least=1,
     ),
 ]  # fmt: skip
 OutputLength = Annotated[
     int | None,
     option(
         "--output-length", text="The expected length of an answer, in tokens.", panel=Panel.TEXT, metavar="N",
-        default="a default for the model", least=1,
+        default="chosen for the model", least=1,
     ),
 ]  # fmt: skip
 ApiKeyFile = Annotated[

@@ -21,7 +21,7 @@ BACKENDS = ("torch", "xla")
 Backend = Annotated[
     str,
     option(
-        "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
+        "--backend", text="What computes. xla uses TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
     ),
 ]  # fmt: skip
 TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments

@@ -16,6 +16,7 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
     FROM_ENGINE,
     MAX_LINE_BYTES,
+    RACING,
     Cancel,
     DecodedText,
     DescribeTokenizer,
@@ -49,7 +50,13 @@ IDLE = Heartbeat(live=0, waiting=0, resident_bytes=0)  # until the first heartbe
 
 
 class EngineDied(JobFailed):
-    """The engine died while it had the request, or it is starting again."""
+    """The engine died while it had the request, or it is starting again.
+
+    ``retry_after`` is the number of seconds until it is expected to be ready. None: unknown."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestRefused(RequestError):
@@ -94,6 +101,8 @@ class EngineProcess:
         self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
         self._has_been_ready = False
         self._learned: LearnedLoad | None = None
+        self._start_time = 0.0  # of the process
+        self._restart_seconds: float | None = None  # of the last restart
 
     @property
     def pid(self) -> int | None:
@@ -197,7 +206,7 @@ class EngineProcess:
         try:
             await self._send(request.model_copy(update={"id": request_id}))
             while True:
-                reply = _raise_failures(await inbox.get())
+                reply = self._raise_failures(await inbox.get())
                 if reply.last:
                     self._inboxes.pop(request_id, None)
                     yield reply
@@ -216,7 +225,8 @@ class EngineProcess:
 
     async def _send(self, message: Value) -> None:
         if self.state != "ready" or self._process is None or self._process.stdin is None:
-            raise EngineDied("the engine is starting again; try again in a moment")
+            elapsed = time.monotonic() - self._start_time
+            raise EngineDied("the engine is starting again; try again in a moment", self._expected_seconds - elapsed)
         self._process.stdin.write(message.to_json().encode() + b"\n")
         with suppress(ConnectionError):  # the end of the engine's output reports its death
             await self._process.stdin.drain()
@@ -242,6 +252,7 @@ class EngineProcess:
         Return whether the engine was ready. ``death_time`` is the time when the process before it died, or 0."""
         was_ready = False
         self.heartbeat = IDLE
+        self._start_time = time.monotonic()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *parent_process.command("upshift.serving.engine.main"),
@@ -263,7 +274,8 @@ class EngineProcess:
                         logger.error("the adapter %s was not loaded again: %s", name, reason)
                     self._set_state("ready")
                     if death_time:
-                        self.on_restart(time.monotonic() - death_time)
+                        self._restart_seconds = time.monotonic() - death_time
+                        self.on_restart(self._restart_seconds)
                 elif isinstance(message, Failed):
                     self.failure = message
                 elif isinstance(message, Heartbeat):
@@ -286,6 +298,22 @@ class EngineProcess:
             logger.error("a request failed in the engine of %s: %s", self.request.model, answer.failure)
         if answer.id in self._inboxes:
             self._inboxes[answer.id].put_nowait(answer)
+
+    @property
+    def _expected_seconds(self) -> float:
+        """Return how long a restart is expected to take: as the last one, or as the first start without its race."""
+        if self._restart_seconds is not None:
+            return self._restart_seconds
+        return 0.0 if self.ready is None else sum(self.ready.seconds.values()) - self.ready.seconds.get(RACING, 0.0)
+
+    def _raise_failures(self, answer: Reply | Refused | None) -> Reply:
+        """Return the answer. Raise RequestRefused for a rejected request, and EngineDied for None."""
+        if answer is None:
+            message = "the engine died while it computed this; it is started again: try again in a moment"
+            raise EngineDied(message, self._expected_seconds)
+        if isinstance(answer, Refused):
+            raise RequestRefused(answer)
+        return answer
 
     async def _read_errors(self) -> None:
         """Keep the last lines of the process's standard error."""
@@ -320,12 +348,3 @@ class EngineProcess:
             while process.stdout is not None and await process.stdout.read(2**16):  # asyncio sees no end while a pipe is full
                 pass
             await process.wait()
-
-
-def _raise_failures(answer: Reply | Refused | None) -> Reply:
-    """Return the answer. Raise RequestRefused for a rejected request, and EngineDied for None."""
-    if answer is None:
-        raise EngineDied("the engine died while it computed this; it is started again: try again in a moment")
-    if isinstance(answer, Refused):
-        raise RequestRefused(answer)
-    return answer

@@ -16,6 +16,7 @@ Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # a text, token ids
 EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
 MAX_ERROR_CHARACTERS = 1000  # of an error that is sent to a client
 MAX_LINE_BYTES = 2**20  # of a message from an engine: one vector, or the text of a few tokens
+RACING = "racing and loading"  # a part of a start
 CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code for a prompt, or prompt and answer, that are too long
 
 
@@ -123,6 +124,7 @@ class Embed(Value):
     dimensions: int | None = None
     pairs: tuple[tuple[str, str], ...] = Field((), description="for a cross-encoder, in place of texts")
     raw: bool = False
+    max_document_tokens: int | None = Field(None, ge=1, description="of the second text of a pair, or of texts after the first")
 
     @property
     def inputs(self) -> tuple[str | tuple[int, ...] | tuple[str, str], ...]:

@@ -80,6 +80,7 @@ MAX_SHOWN_KEYS = 8  # of a wrong logit_bias
 MAX_STOPS = 16  # texts; OpenAI takes 4, and Anthropic more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MAX_TOOLS = 128
+HINT = "taken without effect: models here do not know it"
 ONLY_DEFAULT = "not OpenAI's; taken with this value only"
 MAX_FORM_CHARACTERS = 2**16
 MAX_CHOICE_TEXTS = 1024
@@ -306,6 +307,8 @@ class ChatRequest(SamplingRequest):
         "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
+    prediction: dict[str, Any] | None = Field(None, description=HINT)
     modalities: list[Literal["text"]] = Field(["text"], description="answers are texts")
     reasoning_effort: Effort | None = Field(None, description="for the chat template")
     enable_thinking: bool | None = Field(None, description="not OpenAI's; for the chat template: whether the model reasons")
@@ -333,9 +336,12 @@ class ChatRequest(SamplingRequest):
         has_other_form = any(self._forms.values())
         if has_form and has_other_form:
             raise RequestError("response_format and another form of the answer were given; give one of them")
-        if self._offered_tools and (has_form or has_other_form):
-            name = "a response_format" if has_form else "a form"
-            raise RequestError(f"an answer in {name} calls no tools; set tool_choice to none, or leave out one of them")
+        if self._offered_tools and has_other_form:
+            raise RequestError("an answer in a form calls no tools; set tool_choice to none, or leave out one of them")
+        if self._forced_names and has_form:
+            raise RequestError(
+                "an answer in a response_format need not call a tool; set tool_choice to auto or none, or leave out one of them"
+            )
 
     @property
     def _offered_tools(self) -> list[Tool]:
@@ -411,9 +417,12 @@ class CompletionRequest(SamplingRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     max_tokens: int | None = Field(None, ge=0, description="0 with echo or prompt_logprobs: only the prompt")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="taken with the value of n only")
 
     def check(self) -> None:
         super().check()
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of is {self.best_of}, and {self.n} texts are computed; give {self.n}, or leave it out")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise RequestError("max_tokens is 0, so there is no answer; give 1 or more, or echo, or prompt_logprobs")
 

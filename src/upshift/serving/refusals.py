@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
-from upshift.serving.engine_process import RequestRefused
+from upshift.serving.engine_process import EngineDied, RequestRefused
 from upshift.serving.messages import CONTEXT_CODE, cut_error
 
 
@@ -127,6 +127,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
         return Refusal(504, "the answer took longer than a request may take here; ask for fewer tokens")
     if isinstance(error, RequestError):
         return Refusal(400, str(error))
+    if isinstance(error, EngineDied):
+        return Refusal(503, str(error), retry_after=max(error.retry_after or 0.0, RETRY_SECONDS))
     if isinstance(error, JobFailed):
         return Refusal(503, str(error), retry_after=RETRY_SECONDS)
     return None

@@ -118,19 +118,20 @@ def _distribution(values: list[Any]) -> BaseDistribution:
 def _figures(name: str, study: optuna.Study, result: TuneResult) -> list[tuple[str, Figure]]:
     """Return (objective, figure) for each plot of a section."""
     objectives = list(result.objectives)
+    numbers = [row.number for row in result.trials if row.values is not None]
     if len(study.trials) < MIN_COMPLETE:
         return []
     if name == "front":  # Optuna's plot takes two or three objectives
         if len(objectives) not in (2, 3):
             return []
-        return [(" and ".join(objectives), _figure(plot_pareto_front(study, target_names=objectives)))]
+        return [(" and ".join(objectives), _figure(plot_pareto_front(study, target_names=objectives), numbers))]
     if name == "parallel":
         return [(objective, _parallel_figure(study, index, objective)) for index, objective in enumerate(objectives)]
     plot: Any = PLOTS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "low values count as good": _target changes the sign
         return [
-            (objective, _figure(plot(study, target=_target(index, name, direction), target_name=objective)))
+            (objective, _figure(plot(study, target=_target(index, name, direction), target_name=objective), numbers))
             for index, (objective, direction) in enumerate(result.objectives.items())
         ]
 
@@ -140,11 +141,15 @@ def _target(index: int, plot: str, direction: Direction) -> Callable[[FrozenTria
     return lambda trial: sign * float(trial.values[index])
 
 
-def _figure(plot: Any) -> Figure:
-    """Return a Plotly figure as plain data, with the page's axes and colours."""
+def _figure(plot: Any, numbers: list[int]) -> Figure:
+    """Return a Plotly figure as plain data, with the page's axes and colours.
+
+    ``numbers``: of the complete trials. Optuna counts these alone, so a trial after a pruned one would have another number."""
     raw = json.loads(plot.to_json())
     x, y = (_axis(raw["layout"].get(name, {})) for name in ("xaxis", "yaxis"))
     if x["title"]["text"] == "Trial":
+        for trace in raw["data"]:
+            trace["x"] = [numbers[place] for place in trace.get("x") or ()]
         trials = [number for trace in raw["data"] for number in trace.get("x") or ()]
         x |= {"tickformat": "d", "dtick": 1} if len(set(trials)) <= FEW_TRIALS else {"tickformat": "d"}
     return {"data": raw["data"], "layout": layout(x=x, y=y)}

@@ -9,10 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 from chat_models import MARKED, byte_level_tokenizer, save_model
 from pages import ROOT, blocks
-from running_server import serving
+from running_server import Running, serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.cli.demo import next_commands, program_words
@@ -76,6 +77,15 @@ def test_the_readme_shows_the_commands():
     assert [line for line in ALSO_RUN if f"`{line}`" not in START] == []
 
 
+def ask_as_the_tutorial(server: Running) -> None:
+    """Send the request of the tutorial that serves the same model."""
+    page = (ROOT / "docs" / "tutorials" / "first_fine_tune.md").read_text(encoding="utf-8")
+    (curl,) = re.findall(r"^curl .*$", page, flags=re.M)
+    _, address, _, body = shlex.split(curl)
+    answer = httpx2.post(server.url + address.removeprefix("http://127.0.0.1:8000"), content=body, timeout=60)
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+
+
 @pytest.mark.parametrize("line", commands())
 def test_commands(line, paths, upshift, tmp_path):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
@@ -86,6 +96,8 @@ def test_commands(line, paths, upshift, tmp_path):
     if arguments[1] == "serve":  # it ends when it is told to
         with serving(tmp_path, tmp_path / "log", *arguments[2:], "--engine", "torch", "--port", "0") as server:
             answer = server.client.completions.create(model=folder.name, prompt="double", max_tokens=3)
+            if folder.name == "tuned":
+                ask_as_the_tutorial(server)
         assert answer.usage.completion_tokens == 3
         return
     if "xla" in arguments:

@@ -57,6 +57,8 @@ def test_the_site_builds_without_a_network(built: Path) -> None:
     # The log is no page of the site. A link to it, and to a file beside docs/, is words and the file's place.
     assert [name for name in HISTORY if (built / name).with_suffix(".html").exists()] == []
     one_gpu = (built / "training_one_gpu.html").read_text(encoding="utf-8")
+    # As console, commands without a prompt would be grey, as output is.
+    assert 'class="language-sh highlight"' in one_gpu and "language-console" not in one_gpu
     assert "<code>docs/log.md</code>" in one_gpu and "<code>benchmarks/results/nine_settings.jsonl</code>" in one_gpu
 
 
@@ -112,7 +114,7 @@ def test_a_click_on_the_start_page_opens_the_guide(site: tuple[str, Page]) -> No
     assert "one gpu" in heading(page).lower() and page.run("return location.pathname") == "/training_one_gpu.html"
 
 
-@pytest.mark.parametrize("name", ["index", "index.ar", "index.zh", "training_one_gpu", "distributed", "techniques", "serving"])
+@pytest.mark.parametrize("name", ["index", "index.ar", "index.zh", "distributed", "techniques", "tutorials/search"])
 def test_a_page_fits_a_phone(site: tuple[str, Page], name: str) -> None:
     address, page = site
     page.resize(PHONE, 844)

@@ -40,6 +40,12 @@ def test_no_text_of_a_study_becomes_markup() -> None:
         assert assert_is_text(hostile, harmless, name)
 
 
+def test_the_history_has_the_trials_own_numbers() -> None:
+    """Trial 0 has no result, so the dots are those of trials 1, 2 and 3."""
+    page = study_page_html(study()).replace(" ", "")
+    assert '"x":[1,2,3],"y":[2.0,1.0,0.0]' in page
+
+
 def test_the_front_names_its_objectives() -> None:
     one = study()
     for count, words in ((2, "loss and o1"), (3, "loss and o1 and o2"), (4, "Two or three objectives can be drawn")):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import time
 from itertools import count
 from typing import Any
 
@@ -15,6 +17,9 @@ from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.scheduler import Scheduler
+from upshift.serving.engine_process import EngineDied, EngineProcess, RequestRefused
+from upshift.serving.messages import EngineRequest, Ready, Tokenize
+from upshift.serving.refusals import Refusal, error_response, refusal_of
 
 INSTRUCTIONS = 500  # tokens
 PROMISE, AWAY, SECONDS, ROWS = 1.0, 4.0, 120.0, 8
@@ -161,3 +166,109 @@ def test_the_promise_to_agents_is_kept_while_their_engine_dies_twice(mixes: bool
                 turn = (clock.now + chance.exponential(2), next(numbers), history, turns_left[one.id] - 1)
                 heapq.heappush(turns_at, turn)
     assert admitted > 500 and in_time >= 0.985 * admitted, f"{in_time} of {admitted} were in time"
+
+
+def queue_of(
+    chance: np.random.Generator, clock: Clock, *, count: int, mixes: bool, **more: Any
+) -> tuple[Scheduler, list[Ticket]]:
+    """Return an engine whose answers all have 40 tokens, and requests that reserve some to many tokens of its cache."""
+    scheduler = made(clock, rows=int(chance.integers(4, 7)), cache_tokens=int(chance.integers(200, 700)), mixes=mixes, **more)
+    scheduler.engine = Silent(clock, mixes=mixes)
+    scheduler.estimator = TtftEstimator(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=40)
+    tickets = []
+    for number in range(count):
+        options = GenerationOptions(max_new_tokens=int(chance.integers(40, 150)))
+        text = Text(0, chance.integers(0, 16, int(chance.integers(3, 12))).tolist(), options, None)
+        text.length = 40
+        tickets.append(Ticket(number, text, 0.0))
+    return scheduler, tickets
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_who_waits_for_room_in_the_cache_is_told_so(mixes: bool) -> None:
+    """The estimate agrees with when the first token comes, although there are free rows."""
+    for seed in range(10):
+        clock = Clock()
+        scheduler, tickets = queue_of(np.random.default_rng(seed), clock, count=9, mixes=mixes)
+        assert all(scheduler.add(one) is None for one in tickets)
+        first: dict[int, float] = {}
+        while scheduler.is_busy:
+            for one, _ in scheduler.step():
+                first.setdefault(one.id, clock.now)
+        for one in tickets:
+            assert first[one.id] == pytest.approx(one.expected_seconds, rel=0.15, abs=12 * PASS_SECONDS), (seed, one.id)
+        assert max(first.values()) > 0.4
+
+
+@pytest.mark.parametrize("limit", [{"max_ttft": 1.0}, {"max_waiting": 3}])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_who_comes_again_when_told_to_is_taken(limit: dict[str, Any], mixes: bool) -> None:
+    """And not long before that."""
+    waited, taken_sooner = [], 0
+    for seed in range(12):
+        clock = Clock()
+        scheduler, tickets = queue_of(np.random.default_rng(seed), clock, count=14, mixes=mixes, **limit)
+        answers = [scheduler.add(one) for one in tickets]
+        number = next((number for number, one in enumerate(answers) if one is not None), None)
+        if number is None:
+            continue
+        refused = answers[number]
+        for one in tickets[number + 1 :]:
+            scheduler.cancel(one.id)
+        assert refused is not None and refused.status == 429 and refused.retry_after is not None
+        refusal = refusal_of(RequestRefused(refused))
+        assert refusal is not None
+        again = [0.3 * refused.retry_after, int(error_response(refusal, "/").headers["retry-after"])]
+        for share, at in enumerate(again):
+            while clock.now < at and scheduler.is_busy:
+                scheduler.step()
+            taken = scheduler.add(Ticket(90 + share, tickets[number].sequence, clock.now)) is None
+            scheduler.cancel(90 + share)
+            if share:
+                assert taken, seed
+            else:
+                taken_sooner += taken
+        waited.append(refused.retry_after)
+    assert len(waited) >= 8 and taken_sooner <= len(waited) / 2, (waited, taken_sooner)
+
+
+def test_wrong_estimates_of_milliseconds_refuse_no_one() -> None:
+    """They were wrong by a factor of 20, which once made every wait of a quarter of the promise one that breaks it."""
+    clock = Clock()
+    scheduler = made(clock, max_ttft=1.0)
+    for number in range(40):
+        one = Ticket(number, GeneratedSequence(0, [number % 16] * 3, GenerationOptions(max_new_tokens=1), None), clock.now)
+        assert scheduler.add(one) is None
+        clock.now += 0.1  # as the engine did something else
+        while scheduler.is_busy:
+            scheduler.step()
+    running, long, longer = (
+        Ticket(length, GeneratedSequence(0, list(range(length)), GenerationOptions(max_new_tokens=40), None), clock.now)
+        for length in (3, 300, 1200)
+    )
+    assert scheduler.add(running) is None
+    scheduler.step()
+    assert scheduler.add(long) is None
+    refused = scheduler.add(longer)
+    assert refused is not None and refused.status == 429
+
+
+@pytest.mark.parametrize(("restart", "expected"), [(None, 5.0), (9.0, 9.0)])
+def test_the_503_of_an_engine_that_starts_again_says_when_it_will_be_ready(restart: float | None, expected: float) -> None:
+    """As long as the last restart took, or the first start without its race."""
+    engine = EngineProcess(EngineRequest(model="m"))
+    seconds = {"importing": 4.0, "racing and loading": 60.0, "proving": 2.0}
+    engine.ready = Ready(
+        task="generate", setup="s", rows=1, cache_tokens=None, positions=None, resident_bytes=0, seconds=seconds
+    )
+    engine.state, engine._start_time, engine._restart_seconds = "starting", time.monotonic() - 1.0, restart
+
+    async def ask() -> None:
+        await engine.tokens(Tokenize(prompt="a"))
+
+    with pytest.raises(EngineDied) as caught:
+        asyncio.run(ask())
+    refusal = refusal_of(caught.value)
+    assert refusal is not None and refusal.status == 503
+    assert refusal.retry_after == pytest.approx(expected if restart is None else expected - 1.0, abs=0.5)
+    assert refusal_of(EngineDied("the model was unloaded")) == Refusal(503, "the model was unloaded", retry_after=1.0)

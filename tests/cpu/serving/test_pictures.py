@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import queue
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,23 @@ import torch
 import transformers
 from image_models import COLORS, qwen_prompt, save_llava, save_qwen
 from test_serve_faults import app_of, posted
+from test_serving_parts import Clock, made
 from test_tokens import Speaking
 
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchStatesDecoder
-from upshift.inference.generation.media import MediaPrompts
+from upshift.inference.generation.media import MediaPrompt, MediaPrompts
+from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 from upshift.serving.engine import chat_template
+from upshift.serving.engine.admission import Ticket
 from upshift.serving.engine.chat_template import ChatTemplate
-from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.generation import GenerationWorker, answer_requests
 from upshift.serving.engine.picture_support import PictureReader, computes_pictures
-from upshift.serving.messages import EngineRequest, Refused
+from upshift.serving.messages import Cancel, EngineRequest, Piece, Refused, Tokenize, Tokens
 from upshift.serving.openai_requests import ChatRequest
 from upshift.serving.protocols.anthropic_requests import MessagesRequest
 from upshift.serving.protocols.responses_requests import ResponsesRequest
@@ -132,6 +138,118 @@ def test_a_picture_is_processed_once(worker: GenerationWorker, monkeypatch: pyte
     request = ChatRequest.model_validate(body_of(part_of("blue"), n=3))
     first, *others = answers(worker, *[request] * 3)
     assert others == [first] * 2 and len(calls) == 1
+
+
+class Watched:
+    """Counts the steps of an engine, and lets other threads wait until there are some more."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self._changed = threading.Condition()
+        self.steps = 0
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        with self._changed:
+            self.steps += 1
+            self._changed.notify_all()
+        logits: np.ndarray = self._step(tokens)
+        return logits
+
+    def wait(self) -> bool:
+        last = self.steps + 5
+        with self._changed:
+            return self._changed.wait_for(lambda: self.steps >= last, timeout=10)
+
+
+def test_other_texts_go_on_while_pictures_are_read_and_computed(
+    worker: GenerationWorker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processor and tower are so slow that five steps come meanwhile. One client leaves before each of them ends."""
+    decoder = worker.scheduler.engine
+    watched = Watched(decoder.step)
+    came: dict[str, list[bool]] = {"reading": [], "computing": []}
+    inbox: queue.Queue[Any] = queue.Queue()
+    process, compute = MediaPrompts.apply_template, decoder.compute_apart
+
+    def slow(kind: str, function: Any) -> Any:
+        def wait_first(*args: Any, **more: Any) -> Any:
+            if kind == "computing" and not isinstance(args[0][0], MediaPrompt):
+                return function(*args, **more)
+            came[kind].append(watched.wait())
+            if len(came[kind]) == 1:  # the second request leaves while it is read, and the third while it is computed
+                inbox.put(Cancel(id={"reading": 1, "computing": 2}[kind]))
+                came[kind].append(watched.wait())
+            return function(*args, **more)
+
+        return wait_first
+
+    monkeypatch.setattr(MediaPrompts, "apply_template", slow("reading", process))
+    monkeypatch.setattr(decoder, "compute_apart", slow("computing", compute))
+    monkeypatch.setattr(decoder, "step", watched.step)
+    monkeypatch.setattr(worker, "_picture_thread", None)  # that of the others, afterwards
+    bodies = [body_of(AFTER, max_tokens=1500, ignore_eos=True), body_of(part_of("blue"), BEFORE)]
+    bodies += [body_of(part_of("blue"), AFTER), body_of(BEFORE, part_of("red"), BEFORE, return_token_ids=True)]
+    for number, body in enumerate(bodies):
+        request = ChatRequest.model_validate(body)
+        inbox.put(request.engine_request(request.prompts()[0], seed=0).model_copy(update={"id": number}))
+    inbox.put(Tokenize(id=9, prompt=ChatRequest.model_validate(bodies[3]).prompts()[0]))
+    said: list[Any] = []
+
+    def send(messages: list[Any]) -> None:
+        said.extend(messages)
+        if any(getattr(message, "id", 0) == 3 and message.last for message in messages if isinstance(message, Piece)):
+            inbox.put(Cancel(id=0))
+            inbox.put(None)
+
+    worker.watch(inbox)
+    answer_requests(worker, inbox, send)
+    assert came == {"reading": [True] * 4, "computing": [True] * 3}, "that of the last two is one"
+    assert not any(isinstance(message, Refused) for message in said)
+    pieces = [message for message in said if isinstance(message, Piece)]
+    assert {piece.id for piece in pieces} == {0, 3}
+    tokens = [token for piece in pieces if piece.id == 3 for token in piece.token_ids]
+    assert tokens == by_transformers(folder, BEFORE, {"color": "red"}, BEFORE)
+    (ids,) = {piece.prompt_ids for piece in pieces if piece.id == 3 and piece.prompt_ids}
+    assert [message.ids for message in said if isinstance(message, Tokens)] == [ids]
+    while worker.is_busy:
+        worker.run_pass()
+
+
+def test_a_picture_that_cannot_be_computed_fails_alone(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = worker.scheduler.engine.compute_apart
+
+    def fail(prompts: Any) -> Any:
+        if isinstance(prompts[0], MediaPrompt):
+            raise MemoryError("no room for it")
+        return compute(prompts)
+
+    monkeypatch.setattr(worker.scheduler.engine, "compute_apart", fail)
+    for number, body in enumerate([body_of(AFTER), body_of(part_of("red"))]):
+        request = ChatRequest.model_validate(body)
+        assert worker.answer(request.engine_request(request.prompts()[0], seed=0).model_copy(update={"id": number})) == []
+    tokens, failed = 0, []
+    while worker.is_busy:
+        tokens += len(worker.run_pass())
+        failed += worker.take_failures()
+    assert tokens == NEW and [(one.id, one.status, one.failure) for one in failed] == [(1, 500, "MemoryError")]
+
+
+def test_pictures_that_would_wait_too_long_are_not_read() -> None:
+    """The time to read them counts, and that of their inputs beside the tokens, for those that come after them, too."""
+    clock = Clock()
+    scheduler = made(clock, max_ttft=1.0)
+    assert scheduler.begin_reading(0, 0.0) is None and scheduler.end_reading(0, 0.4)
+    assert [scheduler.begin_reading(number, 0.0) for number in (1, 2)] == [None, None]
+    refused = scheduler.begin_reading(3, 0.0)
+    assert refused is not None and refused.status == 429 and refused.retry_after == pytest.approx(0.2)
+    scheduler.cancel(1)
+    assert not scheduler.end_reading(1, 0.4) and scheduler.begin_reading(3, 0.0) is None
+    scheduler.estimator.record_prompts(3, 0.003 + 0.6, input_bytes=400)
+    pixels = {"pixel_values": torch.zeros(100)}
+    for number, refuses in enumerate([False, True]):
+        sequence = GeneratedSequence(0, MediaPrompt([1, 2, 3], pixels), GenerationOptions(max_new_tokens=4), None)
+        refused = scheduler.add(Ticket(number, sequence, clock()))
+        assert (refused is not None and refused.status == 429) is refuses
 
 
 def refusal(worker: Any, body: dict[str, Any], path: str = "/tokenize") -> httpx2.Response:

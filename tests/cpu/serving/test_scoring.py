@@ -18,6 +18,7 @@ from test_serving_parts import of_several
 
 from upshift.errors import RequestError
 from upshift.inference import registry
+from upshift.inference.tokenizer import load_tokenizer
 from upshift.inference.weights import find_weights
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine.embedding import serve_embeddings
@@ -140,6 +141,10 @@ def test_an_engine_scores_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     said: list[Any] = []
     for number in (1, 2):
         inbox.put(Embed(id=number, texts=(), pairs=tuple(pairs), raw=number == 2))
+    tokens = load_tokenizer(find_weights(request.model))(DOCUMENTS[0], add_special_tokens=False).input_ids
+    beginning = load_tokenizer(find_weights(request.model)).decode(tokens[:1])
+    long_pairs = [("who?", DOCUMENTS[0]), ("who?", beginning)]
+    inbox.put(Embed(id=3, texts=(), pairs=tuple(long_pairs), max_document_tokens=1))
 
     def tell(values: list[Any]) -> None:
         said.extend(values)
@@ -150,11 +155,12 @@ def test_an_engine_scores_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run.func is serve_embeddings
     run(request, inbox, tell)
     assert said[0].task == "score"
-    scores = {1: list[float](), 2: list[float]()}
+    scores = {number: list[float]() for number in (1, 2, 3)}
     for vector in said:
         if isinstance(vector, Vector):
             scores[vector.id].append(float(np.frombuffer(base64.b64decode(vector.row), dtype="<f4")[0]))
     theirs = sentence_transformers.CrossEncoder(request.model)
+    assert len(tokens) > 1 and scores[3][0] == pytest.approx(scores[3][1], abs=1e-5) != pytest.approx(scores[1][0], abs=1e-5)
     np.testing.assert_allclose(scores[1], theirs.predict(pairs), atol=1e-5)
     np.testing.assert_allclose(scores[2], theirs.predict(pairs, activation_fn=torch.nn.Identity()), atol=1e-5)
 

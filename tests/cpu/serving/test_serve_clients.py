@@ -66,6 +66,18 @@ def test_fields_that_openai_ignores_are_taken(path: str, body: dict[str, Any]) -
     assert refused.status_code == 400 and "metadata.run" in refused.text
 
 
+def test_hints_of_openai_are_taken() -> None:
+    """What a model here does not know, and what changes no answer."""
+    hints = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    assert called("POST", "/v1/chat/completions", json=CHAT | hints).status_code == 200
+    body = {"model": "m", "input": "x", "text": {"verbosity": "high"}, "max_tool_calls": 2, "prompt_cache_retention": "24h"}
+    assert called("POST", "/v1/responses", json=body).status_code == 200
+    assert called("POST", "/v1/chat/completions", json=CHAT | {"verbosity": "loud"}).status_code == 400
+    assert called("POST", "/v1/completions", json=COMPLETION | {"best_of": 2, "n": 2}).status_code == 200
+    refused = called("POST", "/v1/completions", json=COMPLETION | {"best_of": 3})
+    assert refused.status_code == 400 and "best_of is 3, and 1 texts are computed" in refused.text
+
+
 def optional_fields(kind: Any, required: set[str]) -> dict[str, None]:
     fields = {field.alias or name for name, field in kind.model_fields.items()} - required
     assert len(fields) > 2

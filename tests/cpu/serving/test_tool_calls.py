@@ -382,13 +382,42 @@ def test_tools_that_no_answer_calls(folder: Any) -> None:
     assert engine.requests[2].max_calls == 1
 
 
+def test_an_answer_is_of_the_form_or_a_call(folder: Any) -> None:
+    """As agents ask that want a form at the end: pydantic-ai's NativeOutput, and instructor's tools of /v1/responses."""
+    schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"], "additionalProperties": False}
+    request = request_of(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+    numbers = range(1, 9)
+    vocabulary = make_tokenizer("").get_vocab()
+    unlikely = {"sequence_bias": [((id,), -100.0) for token, id in vocabulary.items() if token.startswith("<")]}  # a call
+    requests = []
+    for number in numbers:
+        options = {**request.options, "seed": number, "max_new_tokens": 400, **(unlikely if number % 2 else {})}
+        requests.append(request.model_copy(update={"id": number, "options": options}))
+    pieces = generate(folder, TEMPLATES["hermes"], requests)
+    names: set[str] = set()
+    for number in numbers:
+        own = [piece for piece in pieces if piece.id == number]
+        calls = [call for piece in own for call in piece.calls]
+        text = "".join(piece.text for piece in own).strip()
+        if own[-1].ending == "length":
+            continue
+        assert len(calls) == (not text)
+        names |= {call.name for call in calls} or {"form"}
+        if text:
+            assert type(json.loads(text)["b"]) is bool and len(json.loads(text)) == 1
+    assert len(names) > 1 and "form" in names, names
+
+
 CALL = message_of([("now", {})])
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice is required, and there are no tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice names other, which is not in tools"),
     ({"tools": [TOOLS[1], TOOLS[1]]}, "two tools have the same name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
-    ({"response_format": {"type": "json_object"}}, "an answer in a response_format calls no tools"),
+    (
+        {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+        "an answer in a response_format need not call a tool; set tool_choice to auto or none",
+    ),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message of the role tool, and no other, has a tool_call_id"),
     ({"messages": [{**CALL, "role": "user", "content": "x"}]}, "only a message of the assistant has tool_calls"),
     ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "are no JSON object"),

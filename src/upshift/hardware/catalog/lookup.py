@@ -58,6 +58,7 @@ MEMORY_ORIGIN: dict[Backend, str] = {
     "xla": "what XLA leaves to a program",
     "mps": "unified memory, shared with the CPU",
 }
+ALL_NAMES = "list"  # near no product's name
 LISTED_BY_FAMILY = ("rtx", "epyc", "xeon", "graviton")  # families of many products: their own names list them
 SLICE = re.compile(r"\bmig\b|[0-9]g[.][0-9]+gb")  # NVIDIA's names of a part of a GPU
 COUNT_LAST = re.compile(r"([a-z][^@]*) ?[x×*:] ?([0-9]{1,6})(@.+)?")
@@ -310,14 +311,20 @@ def _find_key(name: str) -> str:
         return keys[0]
     if keys:
         raise RequestError(_describe_choices(name, keys))
+    raise RequestError(_describe_unknown(name))
+
+
+def _describe_unknown(name: str) -> str:
+    """Return the message for a name that is not in the tables: the nearest names, or all of them if none is near."""
     names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
+    problem = "list is no product" if name == ALL_NAMES else f"unknown product {name[:MAX_SHOWN]!r}"
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
-    hint = f"close are {', '.join(similar)}; " if similar else ""
+    if similar:
+        return f"{problem}; the nearest are {', '.join(similar)}; the name {ALL_NAMES} shows all"
     listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS and not key.startswith(LISTED_BY_FAMILY)))
     other_names = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
     mac = "a Mac's chip with its memory, such as m2-max-64gb"
-    problem = f"unknown product {name[:MAX_SHOWN]!r}"
-    raise RequestError(f"{problem}; {hint}use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file")
+    return f"{problem}; use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file"
 
 
 def _describe_choices(name: str, keys: Iterable[str]) -> str:

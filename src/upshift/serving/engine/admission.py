@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -64,6 +65,11 @@ class Ticket:
         return isinstance(self.sequence.prompt, MediaPrompt)
 
     @property
+    def input_bytes(self) -> int:
+        """Return the bytes of the prompt's other inputs, such as the pixels of pictures."""
+        return self.sequence.prompt.input_bytes if isinstance(self.sequence.prompt, MediaPrompt) else 0
+
+    @property
     def uncached_tokens(self) -> int:
         """Return the number of the prompt's tokens that the engine has to compute together: not those that are scored one by
         one."""
@@ -79,7 +85,9 @@ class RequestQueue(Generic[E]):
 
     ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
     ``max_ttft``: promised seconds to the first token.
-    ``failed``: requests for which no token could be chosen, until the caller takes them out."""
+    ``failed``: requests for which no token could be chosen, until the caller takes them out.
+    ``apart``: the request whose prompt is computed beside the steps of the running ones, until it joins them.
+    ``reading``: ids of the requests whose pictures are read, before they are added."""
 
     engine: E
     rows: int
@@ -91,16 +99,18 @@ class RequestQueue(Generic[E]):
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
     failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
+    apart: Ticket | None = None
+    reading: set[int] = field(default_factory=set)
     _canceled_ids: set[int] = field(default_factory=set)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.live or self.waiting)
+        return bool(self.live or self.waiting or self.apart)
 
     @property
     def is_prefilling(self) -> bool:
         """Return whether a request has no token yet."""
-        return bool(self.waiting) or any(not ticket.sequence.tokens for ticket in self.live)
+        return bool(self.waiting or self.apart) or any(not ticket.sequence.tokens for ticket in self.live)
 
     def add(self, ticket: Ticket) -> Refused | None:
         """Add a request to the queue and return None, or return why it is rejected.
@@ -115,17 +125,64 @@ class RequestQueue(Generic[E]):
         ticket.cached_tokens = self._count_cached(ticket)
         ticket.expected_seconds = self._estimate_ttft(ticket)
         ticket.admission = self.clock()
-        wait = ticket.admission - ticket.arrival + ticket.expected_seconds * self.estimator.correction
-        if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
+        wait = ticket.admission - ticket.arrival + self._correct(ticket.expected_seconds)
+        refused = self._refuse_waiting(ticket.id, wait)
+        if refused is None:
+            self.waiting.append(ticket)
+        return refused
+
+    def begin_reading(self, id: int, waited: float) -> Refused | None:
+        """Count a request whose pictures are read now, or return why it is rejected before they are.
+
+        ``waited`` is the time in seconds since it came. Its own prompt is estimated when it is added."""
+        wait = waited + (len(self.reading) + 1) * self.estimator.reading_seconds
+        refused = self._refuse_waiting(id, wait)
+        if refused is None:
+            self.reading.add(id)
+        return refused
+
+    def end_reading(self, id: int, seconds: float) -> bool:
+        """Record that the pictures of a request are read. Return whether it was not canceled meanwhile."""
+        self.estimator.record_reading(seconds)
+        is_open = id in self.reading
+        self.reading.discard(id)
+        return is_open
+
+    def _refuse_waiting(self, id: int, wait: float) -> Refused | None:
+        """Return why a request that would wait for ``wait`` seconds is rejected, or None."""
+        if self.max_ttft is not None and wait > self.max_ttft and (self.is_busy or self.reading):
             message = (
                 f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
             )
-            return Refused(id=ticket.id, status=429, why=message, retry_after=wait - self.max_ttft)
-        if len(self.live) + len(self.waiting) >= self.rows + self.max_waiting:  # a request with a free row does not wait
-            message = f"{len(self.waiting):,} requests wait already"
-            return Refused(id=ticket.id, status=429, why=message, retry_after=wait)
-        self.waiting.append(ticket)
+            return Refused(id=id, status=429, why=message, retry_after=wait - self.max_ttft)
+        requests = len(self.live) + len(self.waiting) + len(self.reading) + (self.apart is not None)
+        if requests >= self.rows + self.max_waiting:  # a request with a free row does not wait
+            message = f"{len(self.waiting) + len(self.reading):,} requests wait already"
+            return Refused(id=id, status=429, why=message, retry_after=self._seconds_to_place())
         return None
+
+    def _seconds_to_place(self) -> float:
+        """Return the estimated seconds until the first of the running requests ends, which makes room for another one.
+
+        Until one runs, that is the first waiting one with an answer like the recent ones."""
+        live = [(len(ticket.sequence.tokens), ticket.sequence.tokens_left) for ticket in self.live]
+        next_tickets = islice(self.waiting, self.rows - len(live))
+        prompt_tokens = sum(ticket.uncached_tokens for ticket in next_tickets)
+        return self.estimator.estimate(prompt_tokens, free_rows=0, live=live or [(0, UNKNOWN_TOKENS)], requests_before=0)
+
+    @property
+    def _offset(self) -> float:
+        """Return the seconds that are added to estimated and real times before they are compared.
+
+        An estimate of some milliseconds may be wrong by a factor that says nothing about estimates near the promise."""
+        return 0.0 if self.max_ttft is None else OFFSET_SHARE * self.max_ttft
+
+    def _correct(self, expected_seconds: float) -> float:
+        return (expected_seconds + self._offset) * self.estimator.correction - self._offset
+
+    def _record_first_token(self, ticket: Ticket) -> None:
+        seconds = self.clock() - ticket.admission
+        self.estimator.record_first_token(ticket.expected_seconds + self._offset, seconds + self._offset)
 
     def _count_cached(self, ticket: Ticket) -> int:
         """Return how many tokens of a new request's prompt need not be computed. 0: unknown."""
@@ -134,16 +191,31 @@ class RequestQueue(Generic[E]):
     def _estimate_ttft(self, ticket: Ticket) -> float:
         """Return the estimated seconds to the first token of a new request, before the correction."""
         sequences = [live_ticket.sequence for live_ticket in self.live]
-        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
+        before = [*self.waiting] if self.apart is None else [self.apart, *self.waiting]
+        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in before)
+        input_bytes = sum(one.input_bytes for one in (*before, ticket))
         pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
         prompt_tokens = ticket.uncached_tokens + waiting_tokens + pending_tokens
         steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
-        return self.estimator.step_seconds * steps + self.estimator.estimate(
-            prompt_tokens,
-            free_rows=self.rows - len(self.live),
-            live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
-            requests_before=len(self.waiting),
+        return (
+            self.estimator.step_seconds * steps
+            + self.estimator.byte_seconds * input_bytes
+            + self.estimator.estimate(
+                prompt_tokens,
+                free_rows=self.rows - len(self.live),
+                live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
+                requests_before=len(before),
+                cache=self._cache_use(before, ticket),
+            )
         )
+
+    def _cache_use(self, before: list[Ticket], ticket: Ticket) -> CacheUse | None:
+        """Return how a request and those before it use the cache, or None if all of them fit at once or the size is unknown."""
+        live = [one.reserved_tokens for one in self.live]
+        waiting = [one.reserved_tokens for one in before]
+        if self.cache_tokens is None or sum(live) + sum(waiting) + ticket.reserved_tokens <= self.cache_tokens:
+            return None
+        return CacheUse(self.cache_tokens, live, waiting, ticket.reserved_tokens)
 
     def _steps_beside(self, prompt_tokens: int) -> int:
         """Return how many steps of the other rows the tokens of prompts wait for."""
@@ -151,7 +223,8 @@ class RequestQueue(Generic[E]):
 
     def cancel(self, id: int) -> None:
         """Remove a request from the queue, or from the rows before the next pass."""
-        if any(ticket.id == id for ticket in self.live):
+        self.reading.discard(id)
+        if any(ticket.id == id for ticket in (*self.live, *([self.apart] if self.apart else []))):
             self._canceled_ids.add(id)
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
 
@@ -160,6 +233,20 @@ class RequestQueue(Generic[E]):
         raise NotImplementedError
 
 
+class CacheUse(NamedTuple):
+    """The tokens of an engine's cache, and those that are reserved for requests.
+
+    ``live`` and ``before`` are those of the running requests and of those that wait, in their order. ``own`` are those of the new
+    request."""
+
+    capacity: int
+    live: list[int]
+    before: list[int]
+    own: int
+
+
+UNKNOWN_TOKENS = 1 << 30  # of an answer, which ends as recent ones did
+OFFSET_SHARE = 0.5  # of the promised time
 SMOOTHING = 0.9  # share of the old value when a new pass is measured
 RECENT_REQUESTS = 256  # for the mean answer length and for the correction
 MIN_RATIOS = 16  # until so many first tokens have come, estimates are not corrected
@@ -184,15 +271,26 @@ class TtftEstimator:
         ``token_seconds`` is the time of one token of a prompt. ``step_seconds`` is the time of one more token of all
         rows. ``output_length`` is the number of tokens of an answer."""
         self.token_seconds = token_seconds
+        self.byte_seconds = 0.0  # of a prompt's other inputs, beyond the time of its tokens
         self.step_seconds = step_seconds
+        self.reading_seconds = 0.0  # of the pictures of a request
         answer_lengths = (output_length,) if learned is None else learned.answer_lengths
         ratios = () if learned is None else learned.ttft_ratios
         self._answer_lengths: deque[int] = deque(answer_lengths, maxlen=RECENT_REQUESTS)
         self._ratios: deque[float] = deque(ratios, maxlen=RECENT_REQUESTS)  # real to estimated seconds
         self._random = np.random.default_rng(0)
 
-    def record_prompts(self, prompt_tokens: int, seconds: float) -> None:
-        self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+    def record_prompts(self, prompt_tokens: int, seconds: float, *, input_bytes: int = 0) -> None:
+        """Record the time of prompts. With other inputs, what is beyond the time of their tokens is that of the inputs."""
+        if not input_bytes:
+            self.token_seconds = smooth(self.token_seconds, seconds / max(prompt_tokens, 1))
+            return
+        measured = max(seconds - self.token_seconds * prompt_tokens, 0.0) / input_bytes
+        self.byte_seconds = smooth(self.byte_seconds, measured) if self.byte_seconds else measured
+
+    def record_reading(self, seconds: float) -> None:
+        """Record the time in which the pictures of a request were read."""
+        self.reading_seconds = smooth(self.reading_seconds, seconds) if self.reading_seconds else seconds
 
     def record_step(self, seconds: float) -> None:
         self.step_seconds = smooth(self.step_seconds, seconds)
@@ -218,7 +316,15 @@ class TtftEstimator:
         quantile = ordered[int(CORRECTION_QUANTILE * (len(ordered) - 1))]
         return min(max(quantile, MIN_CORRECTION), MAX_CORRECTION)
 
-    def estimate(self, prompt_tokens: int, *, free_rows: int, live: Iterable[tuple[int, int]], requests_before: int) -> float:
+    def estimate(
+        self,
+        prompt_tokens: int,
+        *,
+        free_rows: int,
+        live: Iterable[tuple[int, int]],
+        requests_before: int,
+        cache: CacheUse | None = None,
+    ) -> float:
         """Return the estimated seconds to the first token of a request, before the correction.
 
         Args:
@@ -226,15 +332,17 @@ class TtftEstimator:
             free_rows: rows without a sequence.
             live: for each running sequence, its tokens so far and the maximum of its further tokens.
             requests_before: number of requests that wait already.
+            cache: how they use the cache, if it does not hold all of them at once.
         """
-        steps = self._steps_to_row(free_rows, list(live), requests_before)
+        steps = self._steps_to_row(free_rows, list(live), requests_before, cache)
         return steps * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
 
-    def _steps_to_row(self, free_rows: int, live: list[tuple[int, int]], requests_before: int) -> float:
-        """Return the steps until the request has a row, which are enough in CORRECTION_QUANTILE of SCENARIOS.
+    def _steps_to_row(self, free_rows: int, live: list[tuple[int, int]], requests_before: int, cache: CacheUse | None) -> float:
+        """Return the steps until the request has a row and room in the cache, which are enough in CORRECTION_QUANTILE of
+        SCENARIOS.
 
         In each of them, the answers have lengths that are drawn from the recent ones."""
-        if free_rows > requests_before:
+        if free_rows > requests_before and cache is None:
             return 0.0
         lengths = np.sort(np.fromiter(self._answer_lengths, dtype=np.float64))
         rows = free_rows + len(live)
@@ -244,10 +352,11 @@ class TtftEstimator:
             ends[:, : len(live)] = self._draw_remaining(lengths, np.array(live, dtype=np.float64))
         scenarios = np.arange(SCENARIOS)
         drawn_indices = self._random.integers(len(lengths), size=(drawn_requests, SCENARIOS))
-        for answer_lengths in lengths[drawn_indices]:
-            ends[scenarios, ends.argmin(1)] += answer_lengths
-        steps = float(np.quantile(ends.min(1), CORRECTION_QUANTILE))
-        return steps + (requests_before - drawn_requests) * float(lengths.mean()) / rows
+        simulated = SimulatedRows(ends, cache)
+        for number, answer_lengths in enumerate(lengths[drawn_indices]):
+            simulated.start(number, answer_lengths, scenarios)
+        steps = float(np.quantile(simulated.next_start(None), CORRECTION_QUANTILE))
+        return steps + (requests_before - drawn_requests) * float(lengths.mean()) / simulated.rows_at_once
 
     def _draw_remaining(self, lengths: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Return the further tokens of running sequences in each scenario, [SCENARIOS, N].
@@ -262,6 +371,53 @@ class TtftEstimator:
         beyond_all = np.maximum(tokens, 1.0) * (1.0 / (1.0 - drawn) - 1.0)
         further: np.ndarray = np.minimum(np.where(first == len(lengths), beyond_all, remaining), tokens_left)
         return further
+
+
+class SimulatedRows:
+    """The rows of an engine in several scenarios: when each row and its room in the cache become free, in steps from now.
+
+    Requests start in their order, each when it has a row and room."""
+
+    def __init__(self, ends: np.ndarray, cache: CacheUse | None) -> None:
+        """``ends`` [S, R] are those of the running sequences. A free row has 0. ``cache`` None does not limit them."""
+        self._ends = ends
+        self._cache = cache
+        self._last_start = np.zeros(len(ends))
+        self._reserved = np.zeros_like(ends)  # tokens of the cache
+        if cache is not None:
+            self._reserved[:, : len(cache.live)] = cache.live
+
+    @property
+    def rows_at_once(self) -> float:
+        """Return how many requests run at once if all rows have one, or as many as the cache holds."""
+        rows = float(self._ends.shape[1])
+        if self._cache is None or not self._cache.before:
+            return rows
+        return min(rows, max(self._cache.capacity * len(self._cache.before) / sum(self._cache.before), 1.0))
+
+    def next_start(self, number: int | None) -> np.ndarray:
+        """Return when a waiting request starts, [S]. None stands for the new request after them."""
+        starts: np.ndarray = self._ends.min(1)
+        if self._cache is None:
+            return starts
+        needed = self._cache.own if number is None else self._cache.before[number]
+        order = self._ends.argsort(1)
+        freed = np.take_along_axis(self._reserved, order, 1).cumsum(1)
+        missing = needed + freed[:, -1:] - self._cache.capacity  # tokens to be freed first
+        with_room = np.take_along_axis(self._ends, order, 1)[np.arange(len(order)), (freed >= missing).argmax(1)]
+        starts = np.maximum(starts, np.where(missing[:, 0] > 0, with_room, 0.0))
+        in_order: np.ndarray = np.maximum(starts, self._last_start)
+        return in_order
+
+    def start(self, number: int, lengths: np.ndarray, scenarios: np.ndarray) -> None:
+        """Give a waiting request the next free row, until its answer of ``lengths`` [S] tokens ends."""
+        starts = self.next_start(number)
+        row = self._ends.argmin(1)
+        if self._cache is not None:
+            self._reserved[self._ends <= starts[:, None]] = 0.0
+            self._reserved[scenarios, row] = self._cache.before[number]
+            self._last_start = starts
+        self._ends[scenarios, row] = starts + lengths
 
 
 def smooth(old: float, measured: float) -> float:

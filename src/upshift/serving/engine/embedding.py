@@ -29,6 +29,7 @@ from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
+    RACING,
     Cancel,
     ContextTooLong,
     DescribeTokenizer,
@@ -86,7 +87,7 @@ class EmbeddingWorker:
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
         self.encoding = self.encoder.prepare(texts)
-        seconds = {"racing and loading": time.perf_counter() - start}
+        seconds = {RACING: time.perf_counter() - start}
         start = time.perf_counter()
         self.encoding.rows(ids)
         warmup_seconds = time.perf_counter() - start
@@ -135,7 +136,7 @@ class EmbeddingWorker:
         tokenized: list[TokenizedRequest] = []
         for request in requests:
             try:
-                tokenized.append((request, self._tokenize(request.inputs)))
+                tokenized.append((request, self._tokenize(self._cut_documents(request))))
             except Exception as error:  # from the tokenizer, at this request's texts
                 answers.append(Refused.from_error(request.id, error))
         return answers + self._encode(tokenized)
@@ -184,6 +185,20 @@ class EmbeddingWorker:
             encoded = base64.b64encode(row.astype("<f4").tobytes()).decode()
             vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
         return vectors
+
+    def _cut_documents(self, request: Embed) -> Sequence[Any]:
+        """Return the inputs of a request, whose documents have at most as many tokens as it allows."""
+        limit = request.max_document_tokens
+        if limit is None:
+            return request.inputs
+
+        def cut(text: Any) -> Any:
+            ids = self._plain_tokenizer(text, add_special_tokens=False).input_ids
+            return text if len(ids) <= limit else self._plain_tokenizer.decode(ids[:limit])
+
+        if request.pairs:
+            return [(first, cut(second)) for first, second in request.pairs]
+        return [*request.texts[:1], *map(cut, request.texts[1:])]
 
     def _tokenize(self, texts: Sequence[Any]) -> list[list[int]]:
         """Return the token ids of texts or pairs. Token ids are taken as they are, and are not cut as a text is."""

@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
-from functools import cached_property
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +28,19 @@ from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.adapter_files import keep_adapters
 from upshift.serving.engine.admission import RequestQueue, Ticket, TtftEstimator
 from upshift.serving.engine.answer_pieces import NewToken, OpenRequest, TextStream, make_pieces
-from upshift.serving.engine.picture_support import PictureReader
-from upshift.serving.engine.plain_text import read_as_text
+from upshift.serving.engine.picture_support import PictureReader, PictureThread, ReadPrompt
 from upshift.serving.engine.reasoning import (
-    END_TOKENS,
-    ReasoningForm,
     ReasoningGuide,
     ReasoningStream,
-    begins_reasoning,
-    find_reasoning_form,
-    template_reasoning,
 )
 from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
-from upshift.serving.engine.tokenization import check_token_ids, cut_prompt, token_replies
-from upshift.serving.engine.tool_calls import CallStream, ToolTemplate, grammar_of_call, schemas_of_tools
+from upshift.serving.engine.tokenization import PromptReader, check_token_ids, cut_prompt, token_replies
+from upshift.serving.engine.tool_calls import CallStream, grammar_of_call, schemas_of_tools
 from upshift.serving.engine.warmup import PassTimes, expected_prompts, measure_passes, rows_that_fit
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
+    RACING,
     Cancel,
     ContextTooLong,
     DescribeTokenizer,
@@ -60,7 +54,6 @@ from upshift.serving.messages import (
     Ready,
     Refused,
     Request,
-    TemplateOptions,
     Tokenize,
     UnloadAdapter,
 )
@@ -84,6 +77,11 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
     worker = GenerationWorker(request)
     send([worker.prepare()])
     worker.watch(inbox)
+    answer_requests(worker, inbox, send)
+
+
+def answer_requests(worker: GenerationWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
+    """Answer the requests of the inbox with a worker that is ready, until it gives None."""
     last_heartbeat = last_sent = time.monotonic()
     new_tokens: list[NewToken] = []
     with ThreadPoolExecutor(1, "tell") as sender:
@@ -156,8 +154,10 @@ class GenerationWorker:
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._trimmed_bytes = 0  # that were resident after the heap was trimmed
         self._stream_prompts = deepcopy(self.generator.prompts)  # a tokenizer must not be used by two threads at once
-        self._tools = ToolTemplate(self.generator.prompts.tokenizer, self.generator.prompts.media)
+        self._reader = PromptReader(self.generator.prompts, allow_special=request.allow_special)
+        self._tools = self._reader.template
         self._pictures = PictureReader(self.generator, self._tools, request.image_folder)
+        self._picture_thread: PictureThread | None = None
         self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
@@ -167,7 +167,7 @@ class GenerationWorker:
         prompts = expected_prompts(self.generator, self.request, self.prompt_length, self.output_length)
         options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
-        self.seconds["racing and loading"] = time.perf_counter() - start
+        self.seconds[RACING] = time.perf_counter() - start
         cache_tokens = self._cache_tokens()
         rows = rows_that_fit(min(race.chosen.batch, self.request.concurrency), cache_tokens, prompts)
         start = time.perf_counter()
@@ -267,7 +267,7 @@ class GenerationWorker:
             return cache_tokens // self.request.replicas
         return cache_tokens
 
-    def answer(self, message: Request | Cancel | EngineEnded) -> list[Value]:
+    def answer(self, message: Request | Cancel | EngineEnded | ReadPrompt) -> list[Value]:
         """Take a message. Return what can be answered at once: tokens, a carried-out order, or a refusal.
 
         Raise an error that is a message."""
@@ -276,6 +276,11 @@ class GenerationWorker:
         if isinstance(message, LoadAdapter | UnloadAdapter):
             return [self._change_adapters(message)]
         assert not isinstance(message, Embed), "the server sends them to encoders"
+        if isinstance(message, ReadPrompt):
+            return self._end_reading(message)
+        if self._picture_thread is not None and isinstance(message, Generate | Tokenize) and has_media(message.prompt):
+            refused = self._begin_reading(message)
+            return [] if refused is None else [refused]
         if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
         refused = self.take(message)
@@ -295,17 +300,44 @@ class GenerationWorker:
 
     def _tokenize_chat(self, request: Tokenize) -> list[int]:
         self._pictures.check(request)
-        chat: Any = self._pictures.read_files(request.prompt)
-        return self._read_chat(chat, request.tools, request.template)
+        return self._read_prompt(request)
 
-    def take(self, message: Generate | Cancel) -> Refused | None:
-        """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
+    def _begin_reading(self, request: Generate | Tokenize) -> Refused | None:
+        """Begin to read a prompt with pictures in the thread for it. Return the refusal of a request that is rejected at once."""
+        assert self._picture_thread is not None
+        try:
+            self._pictures.check(request)
+        except RequestError as error:
+            return Refused.from_error(request.id, error)
+        waited = 0.0 if isinstance(request, Tokenize) or request.arrival is None else time.perf_counter() - request.arrival
+        refused = self.scheduler.begin_reading(request.id, waited)
+        if refused is None:
+            self._picture_thread.begin(request)
+        return refused
+
+    def _end_reading(self, read: ReadPrompt) -> list[Value]:
+        """Go on with a request whose pictures were read, unless it was canceled."""
+        request = read.request
+        if not self.scheduler.end_reading(request.id, read.seconds):
+            return []
+        if isinstance(read.ids, Exception):
+            return [Refused.from_error(request.id, read.ids)]
+        ids = read.ids
+        if isinstance(request, Tokenize):
+            return token_replies(request, self.generator.prompts.tokenizer, lambda _: ids, self.generator.vocabulary)
+        refused = self.take(request, ids)
+        return [] if refused is None else [refused]
+
+    def take(self, message: Generate | Cancel, prompt: list[int] | None = None) -> Refused | None:
+        """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once.
+
+        ``prompt`` has the token ids if they were read before."""
         if isinstance(message, Cancel):
             self.scheduler.cancel(message.id)
             self._open_requests.pop(message.id, None)
             return None
         try:
-            sequence = self._make_sequence(message)
+            sequence = self._make_sequence(message, prompt)
             adapter = self._find_adapter(message.adapter)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
@@ -318,7 +350,7 @@ class GenerationWorker:
             calls = self._open_calls(message)
             reasoning = self._open_reasoning(message, sequence.prompt)
             markers = "" if calls is None else self._tools.markers
-            markers += "" if reasoning is None or self._reasoning_form is None else self._reasoning_form.markers
+            markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
             decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
             stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
             unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
@@ -340,22 +372,14 @@ class GenerationWorker:
             raise RequestError(f"the adapter {name!r} is not loaded; ask for the model alone")
         return self._adapters.key_of(name)
 
-    @cached_property
-    def _reasoning_form(self) -> ReasoningForm | None:
-        return find_reasoning_form(self._tools)
-
-    def _begins_reasoning(self, prompt: list[int]) -> bool | None:
-        """Return what ``begins_reasoning`` says about a prompt of a chat."""
-        form = self._reasoning_form
-        if form is None:
-            return None
-        end = prompt[-(len(form.markers.encode()) + END_TOKENS) :]
-        return begins_reasoning(form, self.generator.prompts.tokenizer.decode(end, skip_special_tokens=False))
-
     def _open_reasoning(self, request: Generate, prompt: list[int]) -> ReasoningStream | None:
         """Return the stream of the reasoning in an answer, or None if there is none."""
-        is_open = self._begins_reasoning(prompt) if _is_chat(request.prompt) else None
-        return None if is_open is None or self._reasoning_form is None else ReasoningStream(self._reasoning_form, is_open=is_open)
+        is_open = self._reader.begins_reasoning(prompt) if _is_chat(request.prompt) else None
+        return (
+            None
+            if is_open is None or self._reader.reasoning_form is None
+            else ReasoningStream(self._reader.reasoning_form, is_open=is_open)
+        )
 
     def _open_calls(self, request: Generate) -> CallStream | None:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
@@ -393,15 +417,23 @@ class GenerationWorker:
         return self.scheduler.is_busy
 
     def watch(self, inbox: queue.Queue[Any]) -> None:
-        """Put an error into the inbox if the engine has processes of its own and one of them ends, so that this one ends, too."""
+        """Put into the inbox what comes from others than clients.
+
+        It is an error if the engine has processes of its own and one of them ends, so that this one ends, too. And it is each
+        prompt with pictures, when a thread has read it while the running answers went on."""
         engine = self.generator.text_engine
         if engine is not None:
             threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
+        if self._pictures.takes_some:
+            prompts = copy(self.generator.prompts)
+            prompts.tokenizer = deepcopy(prompts.tokenizer)  # see _stream_prompts
+            reader = PromptReader(prompts, allow_special=self.request.allow_special)
+            self._picture_thread = PictureThread(lambda request: self._read_prompt(request, reader), inbox.put)
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
             live=len(self.scheduler.live),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.reading),
             resident_bytes=self._resident_bytes(),
             learned=self.scheduler.estimator.learned,
         )
@@ -441,11 +473,15 @@ class GenerationWorker:
             allowed = min(allowed, positions_left)
         return options.changed(max_new_tokens=max(allowed, 1), max_length=None)
 
-    def _make_sequence(self, request: Generate) -> GeneratedSequence:
-        """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
+    def _make_sequence(self, request: Generate, prompt: list[int] | None = None) -> GeneratedSequence:
+        """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible.
+
+        ``prompt`` has the token ids if they were read before."""
         generator = self.generator
-        self._pictures.check(request)
-        ids = cut_prompt(request, self._read_prompt(request), self.generator.longest, generator.prompts.tokenizer)
+        if prompt is None:
+            self._pictures.check(request)
+            prompt = self._read_prompt(request)
+        ids = cut_prompt(request, prompt, self.generator.longest, generator.prompts.tokenizer)
         check_token_ids(ids, generator.vocabulary)
         options = self._options(request.options)
         if request.options.get("max_new_tokens") is None:
@@ -471,58 +507,40 @@ class GenerationWorker:
             scores_prompt=request.prompt_top is not None,
         )
 
-    def _read_prompt(self, request: Generate) -> list[int]:
-        """Return the token ids of a prompt."""
+    def _read_prompt(self, request: Generate | Tokenize, reader: PromptReader | None = None) -> list[int]:
+        """Return the token ids of a prompt, by the reader of another thread if it is given."""
+        reader = reader or self._reader
         prompt: Any = self._pictures.read_files(request.prompt)
         if _is_token_ids(prompt):
             return list(prompt)
-        if isinstance(prompt, str):
-            return self.generator.prompts.tokenize([prompt])[0]
         if not has_media(prompt):
-            return self._read_chat(prompt, request.tools, request.template)
+            return reader.read(prompt, request.tools, request.template)
         key = json.dumps([prompt, request.tools, request.template.to_json()])  # each choice of an answer has the same prompt
-        return self._processed.find_or_process(key, lambda: self._read_chat(prompt, request.tools, request.template))
-
-    def _read_chat(self, chat: list[dict[str, Any]], tools: str | None, template: TemplateOptions) -> list[int]:
-        """Return the token ids of a chat."""
-        if not self.generator.prompts.tokenizer.chat_template:
-            raise RequestError("the model has no chat template; give a text to /v1/completions")
-        form = self._reasoning_form
-        variables = self._tools.read_variables(template, reasons=form is not None)
-        messages = template_reasoning(chat, form)
-        tokenizer = self.generator.prompts.tokenizer
-        has_parts = self._tools.takes_parts or has_media(messages)
-
-        def read(chat: list[dict[str, Any]]) -> list[int]:
-            uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
-                return self.generator.prompts.tokenize([chat])[0]
-            return self._tools.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
-
-        return read(messages) if self.request.allow_special else read_as_text(messages, tokenizer, read)
+        return self._processed.find_or_process(key, lambda: reader.read(prompt, request.tools, request.template))
 
     def _make_guide(self, request: Generate, ids: list[int], options: GenerationOptions) -> TokenGuide | None:
         """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
         grammar = self._make_grammar(request)
         budget = request.reasoning_budget
-        form = self._reasoning_form if _is_chat(request.prompt) else None
+        form = self._reader.reasoning_form if _is_chat(request.prompt) else None
         if budget is not None and form is None:
             raise RequestError(
                 "thinking_token_budget limits the reasoning, and the chat template of the model shows none; leave it out"
             )
-        is_open = None if form is None or (grammar is None and budget is None) else self._begins_reasoning(ids)
+        is_open = None if form is None or (grammar is None and budget is None) else self._reader.begins_reasoning(ids)
         if form is None or is_open is None:
             return grammar
         tokenizer = self.generator.prompts.tokenizer
         return ReasoningGuide(tokenizer, form, is_open=is_open, budget=budget, grammar=grammar, eos_ids=options.eos_token_id)
 
     def _make_grammar(self, request: Generate) -> Grammar | None:
-        """Return the grammar that the answer must match: of a call, or of a JSON schema. None allows any text."""
-        if request.tools is not None and request.forced_tools:
+        """Return the grammar that the answer must match: of a call, of a JSON schema, or of either. None allows any text."""
+        if request.tools is not None and (request.forced_tools or request.json_schema is not None):
             assert self._tools.format is not None
             schemas = schemas_of_tools(request.tools)
-            forced = {name: schemas[name] for name in request.forced_tools}
-            return self._grammars.from_lark(grammar_of_call(self._tools.format, forced, self._tools.special_ids))
+            named = {name: schemas[name] for name in request.forced_tools or schemas}
+            special_ids = self._tools.special_ids
+            return self._grammars.from_lark(grammar_of_call(self._tools.format, named, special_ids, request.json_schema))
         if request.regex is not None:
             return self._grammars.from_regex(request.regex)
         if request.choices:

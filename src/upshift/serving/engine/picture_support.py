@@ -1,12 +1,16 @@
-"""Decide whether a server answers chats with pictures: its engine must compute them as transformers does."""
+"""Decide whether a server answers chats with pictures: its engine must compute them as transformers does. Read the pictures in a
+thread."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -39,6 +43,11 @@ class PictureReader:
         self._template = template
         self._folder = None if folder is None else Path(folder).resolve()
         self._problem: str | None = "the engine has not started"
+
+    @property
+    def takes_some(self) -> bool:
+        """Return whether some pictures are possible."""
+        return self._problem is None
 
     def prove(self, decoder: Any) -> None:
         """Compute a made-up picture by an engine without rows, and find out why it takes no pictures, if it does not.
@@ -97,6 +106,40 @@ class PictureReader:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError(f"{cut_error(url)!r} has more than {MAX_FILE_BYTES:,} bytes; give a smaller picture")
         return {"type": IMAGE, "data": base64.b64encode(path.read_bytes()).decode()}
+
+
+class ReadPrompt(NamedTuple):
+    """A request whose pictures were read in ``seconds``: the token ids of its prompt, or the error of reading it."""
+
+    request: Generate | Tokenize
+    ids: list[int] | Exception
+    seconds: float
+
+
+class PictureThread:
+    """Reads the prompts with pictures in a thread, one after the other, while the engine computes the running answers."""
+
+    def __init__(self, read: Callable[[Generate | Tokenize], list[int]], put: Callable[[ReadPrompt], None]) -> None:
+        """``read`` returns the token ids of a prompt. ``put`` takes each read prompt."""
+        self._read = read
+        self._put = put
+        self._requests: queue.SimpleQueue[Generate | Tokenize] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="pictures", daemon=True).start()
+
+    def begin(self, request: Generate | Tokenize) -> None:
+        """Read the prompt of a request after those before it."""
+        self._requests.put(request)
+
+    def _run(self) -> None:
+        while True:
+            request = self._requests.get()
+            start = time.perf_counter()
+            ids: list[int] | Exception
+            try:
+                ids = self._read(request)
+            except Exception as error:  # from the request's own pictures
+                ids = error
+            self._put(ReadPrompt(request, ids, time.perf_counter() - start))
 
 
 def _made_message() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,13 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
-from upshift.inference.generation.engines.base import Decoder, Prefix
+from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.serving.engine.admission import RequestQueue, Ticket
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
 UNLIMITED_TOKENS = 65_536  # in the prompt cache, if the memory is unknown
+
+
+class ComputingApart(NamedTuple):
+    """The computation of a prompt in another thread, by an engine, and when it began."""
+
+    decoder: ApartDecoder
+    rows: Future[ComputedRows]
+    start: float
 
 
 class Admitted(NamedTuple):
@@ -40,6 +49,7 @@ class Scheduler(RequestQueue[Decoder]):
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
     assign_adapters: Callable[[Sequence[str | None]], None] = lambda adapters: None
     _prompt_cache: PromptCache = field(init=False)
+    _apart: ComputingApart | None = None
 
     def __post_init__(self) -> None:
         max_tokens = UNLIMITED_TOKENS if self.cache_tokens is None else self.cache_tokens // CACHED_PROMPT_SHARE
@@ -65,23 +75,56 @@ class Scheduler(RequestQueue[Decoder]):
         it."""
         if self._canceled_ids:
             self._keep_live([ticket for ticket in self.live if ticket.id not in self._canceled_ids])
-            self._canceled_ids.clear()
+            self._canceled_ids &= {self.apart.id} if self.apart else set()
         admitted: list[Admitted] = []
-        if self.waiting and (not self.live or self.decoder.joins):
+        if self.apart is None and self.waiting and (not self.live or self.decoder.joins):
             admitted = self._admit_waiting()
-        if not (admitted or self.live):
+        if admitted and admitted[0].ticket.has_inputs and isinstance(self.decoder, ApartDecoder):
+            self._begin_apart(admitted.pop().ticket, self.decoder)
+        joined = self._join_apart()
+        if joined is None and not (admitted or self.live):
             return []
-        tickets, logits = self._run_pass(admitted)
+        tickets, logits = joined or self._run_pass(admitted)
         failures_before = len(self.failed)
         new_tokens = self._choose_tokens(tickets, logits)
         for ticket, _ in new_tokens:
             if len(ticket.sequence.tokens) == 1 and not ticket.sequence.scores_prompt:
-                self.estimator.record_first_token(ticket.expected_seconds, self.clock() - ticket.admission)
+                self._record_first_token(ticket)
             if ticket.sequence.ending is not None:
                 self._record_ending(ticket)
         failed = [ticket for ticket, _ in self.failed[failures_before:]]
         self._keep_live([ticket for ticket in self.live if ticket.sequence.ending is None and ticket not in failed])
         return new_tokens
+
+    def _begin_apart(self, ticket: Ticket, decoder: ApartDecoder) -> None:
+        """Begin to compute a prompt with pictures in a thread. Meanwhile the running requests take steps; none is admitted."""
+        executor = ThreadPoolExecutor(1, "apart")
+        computed = executor.submit(decoder.compute_apart, [ticket.sequence.prompt])
+        executor.shutdown(wait=False)  # the thread ends with this work
+        self.apart = ticket
+        self._apart = ComputingApart(decoder, computed, self.clock())
+
+    def _join_apart(self) -> tuple[list[Ticket], np.ndarray] | None:
+        """Make the request that was computed apart a row, and return it with its logits. Wait for it if no other request runs.
+
+        Return None if it is not ready, and for one that was canceled or whose prompt failed."""
+        ticket = self.apart
+        if ticket is None or self._apart is None or (self.live and not self._apart.rows.done()):
+            return None
+        decoder, rows, start = self._apart
+        try:
+            computed = rows.result()
+        except Exception as error:  # from this request's own pictures
+            self.failed.append((ticket, error))
+            return None
+        finally:
+            self.apart = self._apart = None
+        if ticket.id in self._canceled_ids:
+            self._canceled_ids.remove(ticket.id)
+            return None
+        self.estimator.record_prompts(ticket.uncached_tokens, self.clock() - start, input_bytes=ticket.input_bytes)
+        self.live = [*self.live, ticket]
+        return [ticket], decoder.join_computed(computed)
 
     def _record_ending(self, ticket: Ticket) -> None:
         sequence = ticket.sequence
@@ -152,7 +195,8 @@ class Scheduler(RequestQueue[Decoder]):
         seconds = self.clock() - start
         if prompt_tokens:
             prompt_seconds = max(seconds - self.estimator.step_seconds, 0.0) if has_step else seconds
-            self.estimator.record_prompts(prompt_tokens, prompt_seconds)
+            input_bytes = sum(new.ticket.input_bytes for new in admitted)
+            self.estimator.record_prompts(prompt_tokens, prompt_seconds, input_bytes=input_bytes)
         else:
             self.estimator.record_step(seconds)
         return tickets, logits

@@ -99,7 +99,7 @@ class TextScheduler(RequestQueue[TextEngine]):
         self.estimator.record_prompts(tokens, self._prompt_seconds)
         self._prompt_seconds = 0.0
         for ticket in started:
-            self.estimator.record_first_token(ticket.expected_seconds, now - ticket.admission)
+            self._record_first_token(ticket)
 
     def _add_tokens(self, ticket: Ticket, progress: Progress) -> Iterator[tuple[Ticket, int]]:
         """Add new tokens to a request until its text ends. Yield the request with each of them.

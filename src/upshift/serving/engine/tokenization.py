@@ -1,19 +1,83 @@
-"""Answer requests for token ids, and for the text of token ids. A long answer has several messages, because a line has a maximum
-length."""
+"""Turn the prompts of requests into token ids, and answer requests for token ids and for their text. A long answer has several
+messages, because a line has a maximum length."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
-from upshift.serving.messages import DecodedText, DescribeTokenizer, Detokenize, Generate, Refused, Tokenize, Tokens
+from upshift.inference.generation.prompts import Prompts
+from upshift.serving.engine.plain_text import read_as_text
+from upshift.serving.engine.reasoning import (
+    END_TOKENS,
+    ReasoningForm,
+    begins_reasoning,
+    find_reasoning_form,
+    template_reasoning,
+)
+from upshift.serving.engine.tool_calls import ToolTemplate
+from upshift.serving.messages import (
+    DecodedText,
+    DescribeTokenizer,
+    Detokenize,
+    Generate,
+    Refused,
+    TemplateOptions,
+    Tokenize,
+    Tokens,
+)
 from upshift.value import Value
 
 TOKENS_PER_MESSAGE = 2048
 CHARACTERS_PER_MESSAGE = 2**15
+
+
+class PromptReader:
+    """Turn prompts into token ids by a tokenizer and its chat template. Two threads need a reader each, with its own tokenizer.
+
+    ``allow_special``: control tokens in the texts of messages stay control tokens."""
+
+    def __init__(self, prompts: Prompts, *, allow_special: bool) -> None:
+        self._prompts = prompts
+        self._allow_special = allow_special
+        self.template = ToolTemplate(prompts.tokenizer, prompts.media)
+
+    @cached_property
+    def reasoning_form(self) -> ReasoningForm | None:
+        """Return how the chat template marks reasoning, or None if it shows no such form."""
+        return find_reasoning_form(self.template)
+
+    def begins_reasoning(self, prompt: list[int]) -> bool | None:
+        """Return what the function ``begins_reasoning`` says about the token ids of a chat."""
+        form = self.reasoning_form
+        if form is None:
+            return None
+        end = prompt[-(len(form.markers.encode()) + END_TOKENS) :]
+        return begins_reasoning(form, self._prompts.tokenizer.decode(end, skip_special_tokens=False))
+
+    def read(self, prompt: Any, tools: str | None, template: TemplateOptions) -> list[int]:
+        """Return the token ids of a text or a chat. Raise RequestError for a prompt that is not possible."""
+        if isinstance(prompt, str):
+            return self._prompts.tokenize([prompt])[0]
+        tokenizer = self._prompts.tokenizer
+        if not tokenizer.chat_template:
+            raise RequestError("the model has no chat template; give a text to /v1/completions")
+        form = self.reasoning_form
+        variables = self.template.read_variables(template, reasons=form is not None)
+        messages = template_reasoning(prompt, form)
+        has_parts = self.template.takes_parts or has_media(messages)
+
+        def read(chat: list[dict[str, Any]]) -> list[int]:
+            uses_tools = any(set(message) - {"role", "content"} for message in chat)
+            if tools is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
+                return self._prompts.tokenize([chat])[0]
+            return self.template.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
+
+        return read(messages) if self._allow_special else read_as_text(messages, tokenizer, read)
 
 
 def token_replies(

@@ -274,11 +274,13 @@ def _read_fields(value: Any, index: int = 0) -> tuple[str, str] | None:
     return None if name_key is None or arguments_key is None else (name_key, arguments_key)
 
 
-def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
+def grammar_of_call(
+    form: ToolFormat, tools: Mapping[str, Any], special_ids: Mapping[str, int], json_schema: str | None = None
+) -> str:
     """Return the grammar, in llguidance's variant of Lark, of an answer that is one call of one of the tools.
 
     ``tools`` holds the JSON schema of the arguments by name. ``special_ids`` holds the ids of the special tokens by their
-    text."""
+    text. With ``json_schema``, the answer may also be a value that it allows."""
     choices = []
     rules = []
     for index, (name, schema) in enumerate(tools.items()):
@@ -287,6 +289,10 @@ def grammar_of_call(form: ToolFormat, tools: Mapping[str, Any], special_ids: Map
         rules += new_rules
     call = f"({' | '.join(choices)})"
     start = _join(_literals(form.before, special_ids), call, _literals(_strip_end(form.after, special_ids), special_ids))
+    if json_schema is not None:
+        rule = {**json.loads(json_schema), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules.append(f"other_answer: %json {json.dumps(rule)}")
+        start = f"({start}) | other_answer"
     return "\n".join([f"start: {start}", *rules])
 
 

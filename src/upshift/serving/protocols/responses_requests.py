@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StringConstraints, ValidationError
 
 from upshift.errors import RequestError
-from upshift.serving.openai_requests import ANY_OBJECT, MAX_TOOLS, ChatRequest, Effort, RequestBody, StreamOptions
+from upshift.serving.openai_requests import ANY_OBJECT, HINT, MAX_TOOLS, ChatRequest, Effort, RequestBody, StreamOptions
 from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, ToolName
 from upshift.serving.refusals import refusal_of_problems
 
@@ -96,6 +96,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat = TextFormat()
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
 
 
 class ReasoningOptions(Body):
@@ -124,6 +125,8 @@ class ResponsesRequest(RequestBody):
     metadata: dict[str, str] = {}
     service_tier: str | None = Field(None, description=NOT_KEPT)
     prompt_cache_key: str | None = Field(None, description=NOT_KEPT)
+    prompt_cache_retention: str | None = Field(None, description=NOT_KEPT)
+    max_tool_calls: int | None = Field(None, ge=1, description="of tools that the server itself runs, and this one runs none")
     safety_identifier: str | None = Field(None, description=NOT_KEPT)
 
     def own_messages(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import Embed
-from upshift.serving.openai_requests import MAX_INPUTS
+from upshift.serving.openai_requests import MAX_INPUTS, ONLY_DEFAULT
 from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, CheckedBody
 from upshift.serving.protocols.tokenize import MODEL, NAMED_MODEL
 
@@ -55,6 +55,8 @@ class RerankRequest(CheckedBody):
     truncate: Literal[True] = Field(True, description="a pair that is too long is cut")
     truncation_direction: Literal["right", "Right"] = "right"
     rank_fields: list[Literal["text"]] = ["text"]
+    max_tokens_per_doc: int | None = Field(None, ge=1, description="a longer document is cut; Cohere's name")
+    priority: Literal[0] = Field(0, description=ONLY_DEFAULT)
     user: str | None = Field(None, description=NOT_KEPT)
 
     @model_validator(mode="after")
@@ -169,9 +171,10 @@ ScoringRequest = RerankRequest | ScoreRequest
 def engine_request(request: ScoringRequest, *, reads_pairs: bool) -> Embed:
     """Return the engine's request: the pairs for a cross-encoder, or each text once for a model that gives embeddings."""
     pairs = request.pairs()
+    limit = request.max_tokens_per_doc if isinstance(request, RerankRequest) else None
     if reads_pairs:
-        return Embed(texts=(), pairs=tuple(pairs), raw=request.is_raw())
-    return Embed(texts=tuple(dict.fromkeys(text for pair in pairs for text in pair)))
+        return Embed(texts=(), pairs=tuple(pairs), raw=request.is_raw(), max_document_tokens=limit)
+    return Embed(texts=tuple(dict.fromkeys(text for pair in pairs for text in pair)), max_document_tokens=limit)
 
 
 def scores_of(request: ScoringRequest, rows: list[str], *, reads_pairs: bool) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -74,6 +74,30 @@ class Decoder(Protocol):
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these rows, in this order. Without any row, the decoder is as new."""
+        ...
+
+
+class ComputedRows(NamedTuple):
+    """Rows that were computed apart from those of an engine, and that can join them.
+
+    ``logits`` [N, V] fp32 follow their last tokens, and ``shift`` is what their next positions differ by from their lengths."""
+
+    mask: np.ndarray  # [N, T] of 0 and 1, padded on the left
+    cache: Any
+    logits: np.ndarray
+    shift: int
+
+
+@runtime_checkable
+class ApartDecoder(Protocol):
+    """An engine that computes prompts in another thread while its rows take steps. Meanwhile no row is admitted."""
+
+    def compute_apart(self, prompts: Sequence[Sequence[int]]) -> ComputedRows:
+        """Compute prompts apart from the rows."""
+        ...
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        """Add N computed rows after the present rows. Return their logits [N, V] fp32."""
         ...
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, NoMixing, Padding, Prefix
+from upshift.inference.generation.engines.base import ComputedRows, DecoderBuild, NoExtension, NoMixing, Padding, Prefix
 from upshift.inference.generation.media import other_inputs
 from upshift.inference.generation.model import full_cache, load_model, on_model, weight_bytes
 from upshift.inference.generation.prefix import Remainder, remaining_tokens
@@ -33,6 +34,7 @@ from upshift.models.kv_cache import (
 )
 
 POSITION_SHIFT = "rope_deltas"  # transformers' name
+NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})  # beside the tokens
 
 
 def build_decoder(build: DecoderBuild) -> TorchDecoder | DividedDecoder:
@@ -127,23 +129,42 @@ class TorchDecoder(NoMixing):
         check_cache_filled(self.model, cache)
         return logits
 
-    def _run(self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
-        """Return the logits of the last ``last`` tokens, [R, last, V]. With 0, return those of the last token, [R, V]."""
+    def _run(
+        self,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        positions: np.ndarray,
+        cache: Any,
+        *,
+        last: int = 0,
+        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
+    ) -> np.ndarray:
+        """Return the logits of the last ``last`` tokens, [R, last, V]. With 0, return those of the last token, [R, V].
+
+        ``inputs`` are the model's other inputs, such as the pixels of images."""
         input_ids, attention_mask, position_ids = (
             torch.from_numpy(array).to(self.model.device) for array in (ids, mask, positions)
         )
         with inference_settings(self.setup):
-            logits = self._logits(input_ids, attention_mask, position_ids, cache, last=max(last, 1))
+            others = {name: on_model(self.model, tensor) for name, tensor in inputs.items()}
+            logits = self._logits(input_ids, attention_mask, position_ids, cache, last=max(last, 1), inputs=others)
             return self._to_numpy(logits if last else logits[:, -1])
 
     def _logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None, cache: Any, *, last: int = 1
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor | None,
+        cache: Any,
+        *,
+        last: int = 1,
+        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
     ) -> torch.Tensor:
         """Return the logits of the last tokens of each row, [R, last, V]. Without positions, the model counts them."""
         arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": last}
         accepted = {name: value for name, value in arguments.items() if name in self._parameters and value is not None}
         logits: torch.Tensor = self.model(
-            **accepted, **{self._cache_argument: cache}, use_cache=True, **self.pass_arguments
+            **accepted, **{self._cache_argument: cache}, use_cache=True, **self.pass_arguments, **inputs
         ).logits
         return logits[:, -last:]
 
@@ -217,40 +238,34 @@ class TorchStatesDecoder(TorchDecoder):
         super().__init__(build)
         # In some models an image takes fewer positions than tokens. The part that counts them has the difference afterwards.
         self._counter = next((module for module in self.model.modules() if hasattr(module, POSITION_SHIFT)), None)
-        self._counts_positions = False  # whether the model itself counts those of the pass
         self._shifts = np.zeros(0, dtype=np.int64)  # of the positions of each row's next tokens
 
     def empty_cache(self) -> Any:
         return states_cache(self.model.config)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        return self.join_computed(self.compute_apart(prompts))
+
+    def compute_apart(self, prompts: Sequence[Sequence[int]]) -> ComputedRows:
         remainder = remaining_tokens(prompts, 0)
         cache = self.empty_cache()
-        logits = self._compute_inputs(remainder, other_inputs(prompts), cache)
-        check_cache_filled(self.model, cache)
-        shift = None if self._counter is None else getattr(self._counter, POSITION_SHIFT)
-        self._shifts = np.append(self._shifts, np.full(len(prompts), 0 if shift is None else int(shift)))
-        if self.padding.rows:
-            dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
-            join_rows(self.cache, cache, dropped=dropped, present_padding=present_padding, new_padding=new_padding)
-        else:
-            self.padding.admit(remainder.mask)
-            self.cache = cache
-        return logits
-
-    def _compute_inputs(self, remainder: Remainder, inputs: Mapping[str, torch.Tensor], cache: Any) -> np.ndarray:
-        """Compute whole prompts, and the model's other inputs of a prompt that has some. Return the logits after the last tokens,
-        [N, V]."""
         if self._counter is not None:
             setattr(self._counter, POSITION_SHIFT, None)
-        earlier_arguments = self.pass_arguments
-        self.pass_arguments = earlier_arguments | {name: on_model(self.model, tensor) for name, tensor in inputs.items()}
-        self._counts_positions = bool(inputs) and self._counter is not None
-        try:
-            return self._run(remainder.ids, remainder.mask, remainder.positions, cache)
-        finally:
-            self.pass_arguments = earlier_arguments
-            self._counts_positions = False
+        inputs = other_inputs(prompts)
+        logits = self._run(remainder.ids, remainder.mask, remainder.positions, cache, inputs=inputs)
+        check_cache_filled(self.model, cache)
+        shift = None if self._counter is None else getattr(self._counter, POSITION_SHIFT)
+        return ComputedRows(remainder.mask, cache, logits, 0 if shift is None else int(shift))
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        self._shifts = np.append(self._shifts, np.full(len(computed.mask), computed.shift))
+        if self.padding.rows:
+            dropped, present_padding, new_padding = self.padding.admit(computed.mask)
+            join_rows(self.cache, computed.cache, dropped=dropped, present_padding=present_padding, new_padding=new_padding)
+        else:
+            self.padding.admit(computed.mask)
+            self.cache = computed.cache
+        return computed.logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         positions = self.padding.step() + self._shifts[:, None]
@@ -265,10 +280,18 @@ class TorchStatesDecoder(TorchDecoder):
             self.cache = self.empty_cache()
 
     def _logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None, cache: Any, *, last: int = 1
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor | None,
+        cache: Any,
+        *,
+        last: int = 1,
+        inputs: Mapping[str, torch.Tensor] = NO_INPUTS,
     ) -> torch.Tensor:
         mask = mask_of_pass(cache, mask, ids.shape[1])
-        return super()._logits(ids, mask, None if self._counts_positions else positions, cache, last=last)
+        counts_positions = bool(inputs) and self._counter is not None  # the model itself counts those of a prompt with images
+        return super()._logits(ids, mask, None if counts_positions else positions, cache, last=last, inputs=inputs)
 
 
 def _prefix_of(cache: Any, row: int, length: int) -> Prefix:
