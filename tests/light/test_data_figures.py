@@ -21,7 +21,7 @@ from upshift.training.data.tokens import (
     cut_sequences,
     highest_id,
     histogram_of,
-    hold_out_pairs,
+    hold_out_rows,
     pair_sequences,
     view_sequences,
 )
@@ -88,16 +88,16 @@ def test_only_the_labels_of_two_sides_are_cut() -> None:
 def test_pairs_are_held_out_whole() -> None:
     """Of 100 pairs the last two, of two the last, of one none."""
     for num_pairs, held_out in ((100, 2), (2, 1), (10_000, 64), (50, 1)):
-        train, evaluation = hold_out_pairs(corpus_of(*[3] * (2 * num_pairs)))
+        train, evaluation = hold_out_rows(corpus_of(*[3] * (2 * num_pairs)), documents_per_row=2)
         assert evaluation is not None
         assert (train.num_documents, evaluation.num_documents) == (2 * (num_pairs - held_out), 2 * held_out)
         assert [*train.tokens.tolist(), *evaluation.tokens.tolist()] == [*range(6 * num_pairs)]
     for size, held_out in ((0.25, 2), (0.01, 1), (3, 3)):
-        train, evaluation = hold_out_pairs(corpus_of(*[3] * 16), size)
+        train, evaluation = hold_out_rows(corpus_of(*[3] * 16), size, documents_per_row=2)
         assert evaluation is not None and (train.num_documents, evaluation.num_documents) == (16 - 2 * held_out, 2 * held_out)
-    assert hold_out_pairs(corpus_of(*[3] * 16), 0)[1] is None
+    assert hold_out_rows(corpus_of(*[3] * 16), 0, documents_per_row=2)[1] is None
     single = corpus_of(3, 3)
-    assert hold_out_pairs(single) == (single, None)
+    assert hold_out_rows(single, documents_per_row=2) == (single, None)
 
 
 def test_pairs_without_an_answer_to_learn_are_left_out_together() -> None:

@@ -115,8 +115,8 @@ def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ({"cutof_len": 5}, "cutof_len (unknown; did you mean cutoff_len"),
-        ({"stage": "ppo"}, "stage ppo (use one of sft, pt, dpo, rm; upshift train has sft, dpo and reward models)"),
-        ({"stage": "kto"}, "reward models; train by upshift.trl.KTOTrainer in a script"),
+        ({"stage": "ppo"}, "stage ppo (use one of sft, pt, dpo, rm; upshift train has sft, dpo, kto and reward models)"),
+        ({"stage": "kto"}, "upshift train has sft, dpo, kto and reward models, and reads rated rows"),
         ({"finetuning_type": "freeze"}, "finetuning_type freeze (use lora or full)"),
         ({"template": "qwenn"}, "template qwenn (use one of alpaca"),
         ({"dataset": "row"}, "dataset row (it is not in"),

@@ -34,6 +34,7 @@ from upshift.training.arguments import SEEDS
 if TYPE_CHECKING:
     from upshift.models.source import ModelSource
     from upshift.training.data.data_options import DataOptions
+    from upshift.training.data.dataset import TrainingData
     from upshift.training.tasks.prepare import TaskModel
 
 app = typer.Typer(
@@ -93,13 +94,13 @@ def show(
         return
     prepared = prepare_data(source, data, sequence_length=sequence_length, options=options)
     for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
-        tables.dim(_title(number, has_pairs=options.has_pairs))
+        tables.dim(_title(number, prepared))
         tables.out.print(_marked_text(parts), soft_wrap=True)
     counts = count_tokens(prepared)
     learned = "drawn at random while the model is trained"
     if counts.num_learned is not None:
         learned = f"{counts.num_learned:,} ({counts.num_learned / max(counts.num_tokens, 1):.0%})"
-    num_examples = f"{counts.num_sequences // options.rows_together:,} {'pairs' if options.has_pairs else 'sequences'}"
+    num_examples = f"{counts.num_sequences // options.rows_together:,} {prepared.objective.examples}"
     evaluated = f"{len(prepared.evaluation or ()) // options.rows_together:,} to evaluate on"
     tables.out.print(
         f"{prepared.summary.num_documents:,} rows, {num_examples} to train on, {evaluated}\n"
@@ -124,11 +125,17 @@ def _show_task(
     tables.out.print(f"{len(prepared.training):,} rows to train on, {evaluated:,} to evaluate on", highlight=False)
 
 
-def _title(number: int, *, has_pairs: bool) -> str:
-    """Return the title of a sequence. Sequences of pairs alternate: chosen, rejected."""
-    if not has_pairs:
+def _title(number: int, data: TrainingData) -> str:
+    """Return the title of a sequence. Sequences of pairs alternate: chosen, rejected; or rated, mismatched."""
+    if not data.objective.has_pairs:
         return f"sequence {number}"
-    return f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
+    example = (number + 1) // 2
+    if not data.objective.has_ratings:
+        return f"pair {example}, {'chosen' if number % 2 else 'rejected'}"
+    if number % 2 == 0:
+        return f"completion {example}, for the KL term: its prompt with the completion of another row"
+    assert data.training.ratings is not None
+    return f"completion {example}, {'good' if data.training.ratings[number - 1] else 'bad'}"
 
 
 def _marked_text(parts: Any) -> Text:

@@ -153,7 +153,8 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences (dpo, reward: pairs) of one optimizer step, over all ranks. No plan changes it.",
+        "--global-batch",
+        text="Sequences (dpo, reward: pairs; kto: rated answers) of one optimizer step, over all ranks. No plan changes it.",
         panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
@@ -376,7 +377,7 @@ SplitOption = Annotated[
 ObjectiveOption = Annotated[
     str | None,
     option(
-        "--objective", text="What is learned (dpo: preferences; reward: scores)",
+        "--objective", text="What is learned (dpo: preferences; kto: rated answers; reward: scores)",
         panel=Panel.TRAINING, metavar="NAME", default="the model's own", choices=get_args(ObjectiveName),
     ),
 ]  # fmt: skip

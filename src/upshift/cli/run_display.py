@@ -150,13 +150,13 @@ class RunDisplay:
         if self.predicted_bytes and self._is_wide:
             memory += f" ({format_bytes(self.predicted_bytes)} predicted)"
         speed = f"{event.tokens_per_second:,.0f} {event.unit}/s"
-        rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
+        rewards = _rewards_text(event.reward_accuracy, event.reward_margin, event.kl)
         left = f"{format_seconds(event.seconds_left)} left" if event.seconds_left > 0 else "ending"
         text = f"loss {event.loss:.3f}{rewards} · {speed} · {left} · {memory}"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         if event.logged_loss is not None:
             norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"
-            rewards = _rewards_text(event.logged_reward_accuracy, event.logged_reward_margin)
+            rewards = _rewards_text(event.logged_reward_accuracy, event.logged_reward_margin, event.logged_kl)
             numbers = f"loss {event.logged_loss:.4f}{rewards} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
             self._print(f"{name} {event.step}/{event.max_steps}: {numbers}", soft_wrap=True)
 
@@ -166,15 +166,16 @@ class RunDisplay:
             self.progress.console.print(text, style=style, highlight=False, soft_wrap=soft_wrap)
 
 
-def _rewards_text(accuracy: float | None, margin: float | None) -> str:
-    """Return the rewards of pairs, or nothing for other sequences."""
-    if accuracy is None or margin is None:
-        return ""
-    return f" · reward accuracy {accuracy:.0%} · margin {margin:.3f}"
+def _rewards_text(accuracy: float | None, margin: float | None, kl: float | None) -> str:
+    """Return the rewards of pairs and of rated completions, or nothing for other sequences."""
+    accuracy_text = "" if accuracy is None else f" · reward accuracy {accuracy:.0%}"
+    margin_text = "" if margin is None else f" · margin {margin:.3f}"
+    kl_text = "" if kl is None else f" · KL {kl:.3f}"
+    return accuracy_text + margin_text + kl_text
 
 
 def _held_out_text(event: Any) -> str:
-    rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
+    rewards = _rewards_text(event.reward_accuracy, event.reward_margin, event.kl)
     metrics = "".join(f" · {name} {value:.4f}" for name, value in event.metrics.items())
     return f"held-out loss after {event.tokens:,} {event.unit}: {event.loss:.4f}{rewards}{metrics}"
 
@@ -182,13 +183,13 @@ def _held_out_text(event: Any) -> str:
 def _reference_started_text(event: Any) -> str:
     seconds = "an unknown time" if event.predicted_seconds is None else f"about {format_seconds(event.predicted_seconds)}"
     return (
-        f"before the first step, the log-probabilities of all {event.num_pairs:,} pairs by the model as it is are computed once: "
-        f"{seconds} predicted"
+        f"before the first step, the log-probabilities of all {event.num_pairs:,} {event.noun} by the model as it is are "
+        f"computed once: {seconds} predicted"
     )
 
 
 def _referenced_text(event: Any) -> str:
-    return f"log-probabilities of {event.num_pairs:,} pairs before the training: {format_seconds(event.seconds)}"
+    return f"log-probabilities of {event.num_pairs:,} {event.noun} before the training: {format_seconds(event.seconds)}"
 
 
 _TEXTS: dict[str, Callable[[Any], str]] = {  # of the events that are printed as one dim line

@@ -117,6 +117,27 @@ DpoBeta = Annotated[
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
+KtoBeta = Annotated[
+    float,
+    option(
+        "--kto-beta", text="With --objective kto: a larger value keeps the model closer to what it was.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+DesirableWeight = Annotated[
+    float,
+    option(
+        "--desirable-weight", text="With --objective kto: the weight of the loss of good completions.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+UndesirableWeight = Annotated[
+    float,
+    option(
+        "--undesirable-weight", text="With --objective kto: the weight of the loss of bad completions.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=0.0,
+    ),
+]  # fmt: skip
 CenterRewardsCoefficient = Annotated[
     float,
     option(
@@ -281,6 +302,9 @@ def command(
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     dpo_beta: DpoBeta = BETA,
+    kto_beta: KtoBeta = BETA,
+    desirable_weight: DesirableWeight = 1.0,
+    undesirable_weight: UndesirableWeight = 1.0,
     center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
@@ -316,15 +340,15 @@ def command(
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals() | adapter.model_dump())
     request.check_rank()
-    if train_xla.is_xla(backend):
-        train_xla.run(request, as_json=as_json)
-    else:
-        _run_torch(request, as_json=as_json)
+    _run(request, backend, as_json=as_json)
 
 
-def _run_torch(request: TrainRequest, *, as_json: bool) -> None:
+def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
     if request.plan_file is not None:
         check_file("--plan", request.plan_file)
+    if train_xla.is_xla(backend):
+        train_xla.run(request, as_json=as_json)
+        return
     with importing():
         from upshift.training.run import run_training
 
@@ -381,6 +405,17 @@ def _is_first_rank() -> bool:
     return ranks is None or ranks.rank == 0
 
 
+def _rewards_line(accuracy: float, margin: float | None, *, objective: str) -> str:
+    """Return the line about the rewards of the held-out data."""
+    if objective != "kto":
+        return (
+            f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}; "
+            f"its reward is larger by {margin:.3f} on average"
+        )
+    difference = "" if margin is None else f"; the rewards of good ones are larger by {margin:.3f} on average"
+    return f"Held-out completions: {accuracy:.0%} have a reward on the right side of the KL term{difference}"
+
+
 def _print_record(record: Record, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
@@ -390,10 +425,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         step = record.details["model_step"]
         for rewarded_step, accuracy, margin in record.details.get("evaluation_rewards", ()):
             if rewarded_step == step:
-                tables.out.print(
-                    f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}; "
-                    f"its reward is larger by {margin:.3f} on average"
-                )
+                tables.out.print(_rewards_line(accuracy, margin, objective=record.details["objective"]), highlight=False)
         best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
         loss = tables.number(record.measured.evaluation_loss, 4)
         metrics = "".join(f", {name} {value:.4f}" for name, value in record.details.get("metrics", {}).items())

@@ -224,7 +224,13 @@ class LengthHistogram(Value):
 
 
 RowsTogether = Literal[1, 2]
-PAIR_OBJECTIVES = "--objective dpo or reward"  # for messages
+PAIR_OBJECTIVES = "--objective dpo, kto or reward"  # for messages
+FORWARD_SHARE = 1.0 / 3.0  # of the products of a sequence that is trained: the backward pass has two for each of its own
+
+
+def trained_share(*, has_ratings: bool) -> float:
+    """Return the computation of a step as a share of that of training all its sequences, of which KTO trains every second one."""
+    return (1.0 + FORWARD_SHARE) / 2.0 if has_ratings else 1.0
 
 
 class Workload(Value):
@@ -234,6 +240,9 @@ class Workload(Value):
     sequence_length: int = Field(gt=0)
     global_batch: int = Field(gt=0, description="sequences per optimizer step; no plan changes it")
     rows_together: RowsTogether = Field(1, description="sequences that stay in one micro-batch: 2 for pairs of preferences")
+    has_ratings: bool = Field(
+        False, description="with rows_together=2, the second sequence has only a forward pass: the mismatched one of KTO"
+    )
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
@@ -250,6 +259,11 @@ class Workload(Value):
     def longest(self) -> int:
         """Return the tokens of the longest sequence, rounded up as the histogram is."""
         return self.sequence_length if self.lengths is None else self.lengths.longest
+
+    @property
+    def trained_share(self) -> float:
+        """Return the computation of a step as a share of that of training all its sequences."""
+        return trained_share(has_ratings=self.has_ratings)
 
     @property
     def num_units(self) -> int:

@@ -25,7 +25,14 @@ LearningRateSchedule = Literal[
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
-BETA = 0.1  # of DPO, as in TRL's DPOConfig
+BETA = 0.1  # of DPO and KTO, as in TRL's DPOConfig and KTOConfig
+OBJECTIVE_OF = {  # the arguments that are for one objective alone
+    "center_rewards_coefficient": "reward",
+    "dpo_beta": "dpo",
+    "kto_beta": "kto",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+}
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
@@ -50,6 +57,9 @@ class Arguments(Value):
         0.0, ge=0, description="of reward models: the weight of the squared sum of a pair's rewards, which centers them at 0"
     )
     dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
+    kto_beta: float = Field(BETA, gt=0, description="of KTO: a larger value keeps the model closer to what it was")
+    desirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of good completions")
+    undesirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of bad completions")
     seed: int = Field(42, ge=0, lt=SEEDS)
     logging_steps: int = Field(0, ge=0, description="0: no step is logged")
     eval_steps: int | float = Field(0, ge=0, description="0: only at the end; below 1: a share of max_steps, as of save_steps")
@@ -164,14 +174,16 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
         request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
-        center = checked.center_rewards_coefficient
-        if center and request.objective != "reward":
-            raise RequestError(
-                f"--center-rewards-coefficient {center:g} is for --objective reward; add --objective reward, or leave it out"
-            )
+        for name, objective in OBJECTIVE_OF.items():
+            value = getattr(checked, name)
+            if value != Arguments.model_fields[name].default and request.objective != objective:
+                raise RequestError(
+                    f"--{name.replace('_', '-')} {value:g} is for --objective {objective}; add --objective {objective}, or leave "
+                    "it out"
+                )
+        if checked.desirable_weight == checked.undesirable_weight == 0:
+            raise RequestError("--desirable-weight and --undesirable-weight are both 0, so nothing is learned; give one above 0")
         request.check_evaluation_size(checked)
-        if checked.dpo_beta != BETA and request.objective != "dpo":
-            raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
         if checked.warmup_ratio is not None and checked.warmup_steps:
             raise RequestError(
                 f"--warmup-ratio {checked.warmup_ratio:g} and --warmup-steps {checked.warmup_steps} both say how long the "

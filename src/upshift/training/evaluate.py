@@ -12,8 +12,8 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.preference_loss import PreferenceLoss
-from upshift.training.prepare import chunked_loss, compute_loss
+from upshift.training.preference_loss import PreferenceLoss, kl_term
+from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None = None) -> float:
@@ -21,7 +21,7 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], prefe
 
     Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
     labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
-    ``preference`` gets the rewards of pairs.
+    ``preference`` gets the rewards of pairs and of rated answers, and has the KL term of these (``estimate_kl``).
     """
     total = 0.0
     num_labels = 0
@@ -41,6 +41,22 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], prefe
         total = float(sums[0])
         num_labels = int(sums[1])
     return total / max(num_labels, 1)
+
+
+def estimate_kl(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> torch.Tensor:
+    """Return KTO's KL term over all batches of all ranks, so that no batch size changes the held-out loss.
+
+    The model is left in training mode.
+    """
+    model.train(False)
+    try:
+        with chunked_loss(model, plan):
+            sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
+            for batch in batches:
+                sums += sum_log_ratios(model, plan, batch.micro_batches)
+    finally:
+        model.train()
+    return kl_term(sums, num_processes=plan.num_processes)
 
 
 def _add_losses(

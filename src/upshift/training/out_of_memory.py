@@ -95,6 +95,9 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
     margins = None
     if micro_batch.margins is not None:
         margins = np.repeat(micro_batch.margins, 2)[rows][0::2]
+    ratings = None
+    if micro_batch.ratings is not None:
+        ratings = np.repeat(micro_batch.ratings, 2)[rows][0::2]
     num_pairs = len(next(iter(cut.values()))) // 2
     labels = num_pairs if micro_batch.has_pairs else int(np.count_nonzero(cut["labels"] != IGNORED))
     share = labels / max(micro_batch.num_label_tokens, 1)
@@ -103,6 +106,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
         arrays=cut,
         reference=reference,
         margins=margins,
+        ratings=ratings,
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
         num_label_tokens=labels,
         num_tokens=round(micro_batch.num_tokens * share),

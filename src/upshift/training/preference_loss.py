@@ -1,8 +1,11 @@
-"""Compute the loss of pairs of answers: by DPO, with the rewards that it implies, or by the rewards of a reward model.
+"""Compute the loss of preferences: of pairs by DPO or by the rewards of a reward model, and of rated answers by KTO.
 
 DPO: Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), equation 7. An answer's reward is beta times the
 logarithm of how much more probable the trained model makes it than the reference. The loss of a pair is
 -log(sigmoid(reward of the chosen answer - reward of the rejected answer)).
+
+KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024 (arXiv:2402.01306), equation 7. Each
+answer is rated as good or bad. Its reward is compared with beta times the KL term, which is estimated from mismatched answers.
 """
 
 from __future__ import annotations
@@ -13,34 +16,88 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from upshift.training.arguments import BETA
+from upshift.training.arguments import BETA, Arguments
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The means over pairs of what TRL calls rewards/accuracies, rewards/margins, rewards/chosen and rewards/rejected."""
+    """The means over answers of what TRL calls rewards/accuracies, rewards/margins, rewards/chosen, rewards/rejected and kl.
 
-    accuracy: float  # share of the pairs whose chosen answer has the larger reward
-    margin: float
-    chosen: float
-    rejected: float
+    A mean is None if no answer was of its kind, as may be in a batch of rated answers.
+    """
+
+    # Share of the pairs whose chosen answer has the larger reward. Of rated answers: the share of those whose reward is larger
+    # than beta times the KL term if they are good, and smaller if they are bad.
+    accuracy: float
+    margin: float | None
+    chosen: float | None
+    rejected: float | None
+    kl: float | None = None  # of rated answers
 
     @classmethod
     def of_sums(cls, sums: list[float]) -> Rewards | None:
-        """Return the means, or None if no pair was computed. The sums are those of ``PreferenceLoss.sum_over_ranks``."""
-        num_pairs, num_correct, chosen, rejected = sums
-        if not num_pairs:
+        """Return the means, or None if no answer was computed. The sums are those of ``PreferenceLoss.sum_over_ranks``."""
+        num_chosen, num_rejected, num_correct, chosen, rejected, kl, num_rated = sums
+        if not num_chosen + num_rejected:
             return None
-        return cls(num_correct / num_pairs, (chosen - rejected) / num_pairs, chosen / num_pairs, rejected / num_pairs)
+        mean_chosen = chosen / num_chosen if num_chosen else None
+        mean_rejected = rejected / num_rejected if num_rejected else None
+        return cls(
+            accuracy=num_correct / (num_rated or num_chosen),
+            margin=None if mean_chosen is None or mean_rejected is None else mean_chosen - mean_rejected,
+            chosen=mean_chosen,
+            rejected=mean_rejected,
+            kl=kl / num_rated if num_rated else None,
+        )
+
+
+NUM_SUMS = 7  # of PreferenceLoss
+
+
+@dataclass(frozen=True)
+class RatingSettings:
+    """The settings of KTO, by the names of TRL's KTOConfig."""
+
+    beta: float = BETA
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+def log_ratios(log_probabilities: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the logarithms of how much more probable each row [rows] is than by the reference. NaN is unknown and gives 0."""
+    return log_probabilities - torch.where(reference.isnan(), log_probabilities.detach(), reference)
+
+
+def kl_term(sums: torch.Tensor, *, num_processes: int) -> torch.Tensor:
+    """Return KTO's KL term of a global batch: the mean log-ratio of the mismatched answers of all ranks, at least 0.
+
+    ``sums``: those of this rank, as ``sum_log_ratios`` returns them. All ranks call it.
+    """
+    if num_processes > 1:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1].clamp(min=1.0)).clamp(min=0.0)
 
 
 class PreferenceLoss:
-    """Computes the loss of pairs, and adds up their rewards until they are read."""
+    """Computes the loss of pairs and of rated answers, and adds up their rewards until they are read.
 
-    def __init__(self, beta: float = BETA, center_coefficient: float = 0.0) -> None:
+    ``kl`` is the KL term of the global batch whose rated answers come next, 0 or larger.
+    """
+
+    def __init__(self, beta: float = BETA, center_coefficient: float = 0.0, *, ratings: RatingSettings | None = None) -> None:
         self.beta = beta
         self.center_coefficient = center_coefficient
-        self._sums: torch.Tensor | None = None  # pairs, correct ones, rewards of the chosen and of the rejected answers
+        self.ratings = ratings or RatingSettings()
+        self.kl = torch.zeros(())
+        # Chosen or good answers, rejected or bad ones, correct ones, the rewards of both kinds, and of rated answers the KL terms
+        # and their number.
+        self._sums: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> PreferenceLoss:
+        """Return the loss with the settings of a run."""
+        ratings = RatingSettings(arguments.kto_beta, arguments.desirable_weight, arguments.undesirable_weight)
+        return cls(arguments.dpo_beta, arguments.center_rewards_coefficient, ratings=ratings)
 
     def mean_loss(self, log_probabilities: torch.Tensor, reference: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return the mean loss of pairs whose rows follow each other: chosen, rejected.
@@ -51,8 +108,7 @@ class PreferenceLoss:
                 gradient of a run's first step.
             counts: whether the rewards of these pairs are added up.
         """
-        reference = torch.where(reference.isnan(), log_probabilities.detach(), reference)
-        rewards = self.beta * (log_probabilities - reference)
+        rewards = self.beta * log_ratios(log_probabilities, reference)
         chosen = rewards[0::2]
         rejected = rewards[1::2]
         if counts:
@@ -75,9 +131,40 @@ class PreferenceLoss:
             loss = loss + self.center_coefficient * (chosen + rejected).square().mean()
         return loss
 
+    def mean_loss_of_ratings(
+        self, log_probabilities: torch.Tensor, reference: torch.Tensor, ratings: torch.Tensor, *, counts: bool = True
+    ) -> torch.Tensor:
+        """Return the mean loss of rated answers by KTO, as in TRL: weight * (1 - sigmoid(beta * (ratio - KL))) of a good one.
+
+        The ratio is that of the log-probabilities of an answer. A bad answer has KL - ratio in its place.
+
+        Args:
+            log_probabilities, reference: as in ``mean_loss`` [rows], of rated answers alone.
+            ratings: whether each answer is a good one [rows].
+            counts: whether the rewards of these answers are added up.
+        """
+        settings = self.ratings
+        ratios = log_ratios(log_probabilities, reference)
+        above = ratios - self.kl.to(ratios)
+        gains = torch.where(ratings, above, -above)
+        weights = torch.where(ratings, settings.desirable_weight, settings.undesirable_weight)
+        if counts:
+            rewards = settings.beta * ratios.detach()
+            num_rated = torch.full((), float(len(ratings)), device=rewards.device)
+            num_good = ratings.sum().float()
+            good = (rewards * ratings).sum()
+            kl = self.kl.to(rewards) * num_rated
+            correct = (gains > 0).sum().float()
+            self._add_sums([num_good, num_rated - num_good, correct, good, rewards.sum() - good, kl, num_rated])
+        return (weights * (1.0 - torch.sigmoid(settings.beta * gains))).mean()
+
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         num_pairs = torch.full((), float(len(chosen)), device=chosen.device)
-        sums = torch.stack([num_pairs, (chosen > rejected).sum().float(), chosen.sum(), rejected.sum()])
+        none = torch.zeros_like(num_pairs)
+        self._add_sums([num_pairs, num_pairs, (chosen > rejected).sum().float(), chosen.sum(), rejected.sum(), none, none])
+
+    def _add_sums(self, numbers: list[torch.Tensor]) -> None:
+        sums = torch.stack(numbers)
         self._sums = sums if self._sums is None else self._sums + sums
 
     def reset(self) -> None:
@@ -85,15 +172,12 @@ class PreferenceLoss:
         self._sums = None
 
     def read(self, *, device: str, num_processes: int) -> Rewards | None:
-        """Return the mean rewards of all ranks since the last call, or None if no pair was computed. All ranks call it."""
+        """Return the mean rewards of all ranks since the last call, or None if no answer was computed. All ranks call it."""
         return Rewards.of_sums(self.sum_over_ranks(device=device, num_processes=num_processes).tolist())
 
     def sum_over_ranks(self, *, device: str, num_processes: int) -> torch.Tensor:
-        """Return what all ranks have added up since the last call: pairs, correct ones, rewards of the chosen and the rejected.
-
-        All ranks call it.
-        """
-        sums = torch.zeros(4, device=device) if self._sums is None else self._sums
+        """Return what all ranks have added up since the last call, for ``Rewards.of_sums``. All ranks call it."""
+        sums = torch.zeros(NUM_SUMS, device=device) if self._sums is None else self._sums
         self.reset()
         if num_processes > 1:
             dist.all_reduce(sums)

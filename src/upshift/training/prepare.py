@@ -11,7 +11,7 @@ activations to host memory, and compute the loss in the plan's precision.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
@@ -42,18 +42,18 @@ from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, source_of_files
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.training.batches.collate import MicroBatch, to_device, to_tensors
+from upshift.training.batches.collate import MicroBatch, every_second_row, to_device, to_tensors
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.context_parallel import apply_context_parallel
-from upshift.training.distributed.fsdp import shard_weights
+from upshift.training.distributed.fsdp import reshard_weights, shard_weights
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.parallelize import parallelize
 from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial_weights
-from upshift.training.preference_loss import PreferenceLoss
+from upshift.training.preference_loss import PreferenceLoss, log_ratios
 from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
@@ -456,10 +456,12 @@ def _no_packed_rows(position_ids: Tensor) -> None:
 def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss | None = None) -> torch.Tensor:
     """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none.
 
-    For pairs, return their mean loss by ``preference``.
+    For pairs and rated answers, return their mean loss by ``preference``.
     """
     if micro_batch.margins is not None:
         return _compute_reward_loss(model, plan, micro_batch, preference or PreferenceLoss())
+    if micro_batch.ratings is not None:
+        micro_batch = every_second_row(micro_batch, first=0)
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
@@ -470,7 +472,11 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
         log_probabilities = -sequence_losses(model, inputs)
     reference = to_device(torch.from_numpy(micro_batch.reference), plan.device)
     counts = micro_batch.num_label_tokens > 0
-    return (preference or PreferenceLoss()).mean_loss(log_probabilities, reference, counts=counts)
+    preference = preference or PreferenceLoss()
+    if micro_batch.ratings is None:
+        return preference.mean_loss(log_probabilities, reference, counts=counts)
+    ratings = to_device(torch.from_numpy(micro_batch.ratings), plan.device)
+    return preference.mean_loss_of_ratings(log_probabilities, reference, ratings, counts=counts)
 
 
 def _compute_reward_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss) -> torch.Tensor:
@@ -488,6 +494,26 @@ def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBa
     inputs = to_tensors(micro_batch, plan.device)
     with _forward_settings(model, plan, inputs), _counting_labels(model, micro_batch):
         return -sequence_losses(model, inputs)
+
+
+def sum_log_ratios(model: nn.Module, plan: Plan, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Return the sum of the log-ratios of the mismatched answers of this rank, and their number [2], without gradients.
+
+    KTO's KL term is their mean over the global batch. Micro-batches that do not count run only if ranks exchange tensors.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
+    with torch.no_grad():
+        for micro_batch in micro_batches:
+            if not (micro_batch.num_label_tokens or plan.layout.exchanges):
+                continue
+            mismatched = every_second_row(micro_batch, first=1)
+            assert mismatched.reference is not None
+            log_probabilities = compute_log_probabilities(model, plan, mismatched)
+            if micro_batch.num_label_tokens:
+                ratios = log_ratios(log_probabilities, to_device(torch.from_numpy(mismatched.reference), plan.device))
+                sums += torch.stack([ratios.double().sum(), torch.full((), float(len(ratios)), device=ratios.device).double()])
+    reshard_weights(model)
+    return sums
 
 
 def _counting_labels(model: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Compute the log-probabilities of all pairs by the model before the training, which DPO compares with, once for a run.
+"""Compute the log-probabilities of all answers by the model before the training, which DPO and KTO compare with, once for a run.
 
 So no second model is in memory. They lie in the output folder, because a resumed run starts from weights that have changed.
 """
@@ -84,8 +84,8 @@ class ReferencePass:
             precision = self.mesh.plan.precision
             advice = "check its weights" if precision == "fp32" else "use --set precision=fp32, or check its weights"
             raise JobFailed(
-                f"the model before the training gives {num_wrong:,} of {len(values) // 2:,} pairs no finite log-probability with "
-                f"precision={precision}; {advice}"
+                f"the model before the training gives {num_wrong:,} of {len(values) // 2:,} {self.objective.examples} no finite "
+                f"log-probability with precision={precision}; {advice}"
             )
         return replace(sequences, reference=values)
 
@@ -134,8 +134,8 @@ class ReferencePass:
                 return {name: parts[name] for name in parts.files}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise RequestError(
-                f"{path} cannot be read ({str(error)[:80]}), and without it a run with --objective dpo cannot go on, because the "
-                "model has changed; copy it back from a backup, or start anew in another output folder"
+                f"{path} cannot be read ({str(error)[:80]}), and without it a run with --objective {self.objective.name} "
+                "cannot go on, because the model has changed; copy it back from a backup, or start anew in another output folder"
             ) from None
 
     def _add_arrays(self, data: TrainingData, arrays: dict[str, NDArray[Any]]) -> TrainingData:

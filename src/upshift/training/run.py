@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -206,6 +207,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         sequence_length=sequence_length,
         global_batch=global_batch,
         rows_together=request.rows_together,
+        has_ratings=request.has_ratings,
         lengths=_histogram_unless_full(data),
         total_steps=steps,
         allow=request.allow,
@@ -247,8 +249,8 @@ def train(
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
         report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
-        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "reward": to score answers. None: the
-            model's own objective.
+        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "kto": to give good answers and not bad
+            ones. "reward": to score answers. None: the model's own objective.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
@@ -370,7 +372,7 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
         )
     from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses
 
-    check = check_rewards if request.has_reward_head else check_sequence_losses
+    check = check_rewards if request.has_reward_head else partial(check_sequence_losses, objective=request.objective or "")
     check(source)
 
 

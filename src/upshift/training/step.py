@@ -32,8 +32,8 @@ from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
-from upshift.training.preference_loss import PreferenceLoss, Rewards
-from upshift.training.prepare import chunked_loss, compute_loss
+from upshift.training.preference_loss import PreferenceLoss, Rewards, kl_term
+from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 WATCHED_MICRO_BATCHES = 2  # the longest ones, which come first; gradients exist from the second one on
 Shape = tuple[int, ...]
@@ -116,7 +116,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
-        self.preference = PreferenceLoss(arguments.dpo_beta, arguments.center_rewards_coefficient)
+        self.preference = PreferenceLoss.of(arguments)
         self._copies = copies
         self.memory_at_failure: MemoryReadings
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
@@ -185,7 +185,26 @@ class TrainStep:
             self.agree()
             return loss
 
+        if batch.has_ratings:
+            self.preference.kl = self._estimate_kl(batch)
         return self._halving.run(batch.micro_batches, accumulate_all)
+
+    def compute_mismatched(self, micro_batch: MicroBatch) -> None:
+        """Run the forward pass of a micro-batch's mismatched answers as a step does, for a trial. Others have none."""
+        if micro_batch.ratings is not None:
+            sum_log_ratios(self.model, self.plan, [micro_batch])
+
+    def _estimate_kl(self, batch: GlobalBatch) -> torch.Tensor:
+        """Return KTO's KL term of the whole global batch, so that no division into micro-batches changes the loss."""
+
+        def sum_all(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            with chunked_loss(self.model, self.plan):
+                return sum_log_ratios(self.model, self.plan, micro_batches)
+
+        in_lockstep = self._oom_catch_up is not None or self._overlapped_sums is not None
+        # Ranks in lockstep could not repeat a forward pass alone.
+        sums = sum_all(list(batch.micro_batches)) if in_lockstep else self._halving.run(batch.micro_batches, sum_all)
+        return kl_term(sums, num_processes=self.plan.num_processes)
 
     def agree(self) -> None:
         """Agree after the last micro-batch that it fitted. Raise on all ranks that exchange if one of them ran out of memory."""

@@ -115,7 +115,7 @@ class RunTrackers:
         elif isinstance(event, StepDone):
             self._send_step(event)
         elif isinstance(event, Evaluated):
-            rewards = _reward_logs(event.reward_accuracy, event.reward_margin, prefix="eval_")
+            rewards = _reward_logs(event.reward_accuracy, event.reward_margin, event.kl, prefix="eval_")
             metrics = {f"eval_{name}": value for name, value in event.metrics.items()}
             self._send(event.step, {"eval_loss": event.loss, _seen_name(event.unit): event.tokens, **rewards, **metrics})
         elif isinstance(event, Finished):
@@ -134,9 +134,9 @@ class RunTrackers:
         if event.gradient_norm is not None:
             logs["grad_norm"] = event.gradient_norm
         if is_logged:
-            logs |= _reward_logs(event.logged_reward_accuracy, event.logged_reward_margin)
+            logs |= _reward_logs(event.logged_reward_accuracy, event.logged_reward_margin, event.logged_kl)
         else:
-            logs |= _reward_logs(event.reward_accuracy, event.reward_margin)
+            logs |= _reward_logs(event.reward_accuracy, event.reward_margin, event.kl)
         self._send(event.step, logs)
 
     def _send(self, step: int, logs: dict[str, Any]) -> None:
@@ -183,11 +183,10 @@ def _seen_name(unit: str) -> str:
     return f"num_input_{unit}_seen"
 
 
-def _reward_logs(accuracy: float | None, margin: float | None, *, prefix: str = "") -> dict[str, float]:
-    """Return the rewards of pairs under the names of TRL's DPOTrainer, or nothing for other sequences."""
-    if accuracy is None or margin is None:
-        return {}
-    return {f"{prefix}rewards/accuracies": accuracy, f"{prefix}rewards/margins": margin}
+def _reward_logs(accuracy: float | None, margin: float | None, kl: float | None, *, prefix: str = "") -> dict[str, float]:
+    """Return the rewards under the names of TRL's DPOTrainer and KTOTrainer, or nothing for other sequences."""
+    logs = {"rewards/accuracies": accuracy, "rewards/margins": margin, "kl": kl}
+    return {f"{prefix}{name}": value for name, value in logs.items() if value is not None}
 
 
 def check_installed(name: Tracker) -> None:

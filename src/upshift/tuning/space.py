@@ -29,8 +29,11 @@ NOT_OF_TRIALS = (
     "eval_steps",
     "early_stopping_patience",
     "load_best",
-    "metric_for_best_model",
     "dpo_beta",
+    "kto_beta",
+    "desirable_weight",
+    "undesirable_weight",
+    "metric_for_best_model",
     "center_rewards_coefficient",
 )
 NAMES = tuple(sorted({*Arguments.model_fields, *RUN_FIELDS} - {*NOT_OF_TRIALS}))

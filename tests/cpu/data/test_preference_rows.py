@@ -166,9 +166,9 @@ def test_text_files_are_rejected(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "use upshift train with --objective dpo or reward; its columns are"),
+        ({}, "use upshift train with --objective dpo, kto or reward; its columns are"),
         ({"objective": "causal-lm"}, "use upshift train with --objective dpo"),
-        ({"data_format": "preference"}, "is for --objective dpo or reward; add one of them"),
+        ({"data_format": "preference"}, "is for --objective dpo, kto or reward; add one of them"),
     ],
 )
 def test_preferences_without_the_objective_name_it(options: dict[str, Any], words: str, model: Path, tmp_path: Path) -> None:

@@ -49,8 +49,13 @@ def losses(record: Record) -> list[float]:
     return [loss for _, loss in record.details["loss_curve"]]
 
 
-def trl_trainer(kind: str, model: Path, rows: list[dict[str, Any]], folder: Path, *, length: int, **options: Any) -> Any:
-    """TRL's trainer of a kind, such as ``DPO``, which notes its training losses. The first five rows are held out, too."""
+def trl_trainer(
+    kind: str, model: Path, rows: list[dict[str, Any]], folder: Path, *, length: int, adapter: Any = None, **options: Any
+) -> Any:
+    """TRL's trainer of a kind, such as ``DPO``, which notes its training losses. The first five rows are held out, too.
+
+    ``adapter``: peft's config of the adapter that is trained. None: all weights are.
+    """
     import datasets
 
     trl: Any = pytest.importorskip("trl", reason=f"trl is not installed, so its {kind}Trainer cannot be compared")
@@ -64,7 +69,8 @@ def trl_trainer(kind: str, model: Path, rows: list[dict[str, Any]], folder: Path
 
     config = getattr(trl, f"{kind}Config")(output_dir=str(folder / "trl"), max_length=length, **(OF_TRL | options))
     dataset = datasets.Dataset.from_list(rows)
-    return Watched(model=str(model), args=config, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
+    evaluation = dataset.select(range(5))
+    return Watched(model=str(model), args=config, train_dataset=dataset, eval_dataset=evaluation, peft_config=adapter)
 
 
 def train_in_our_order(trainer: Any, data: TrainingData, *, seed: int) -> None:

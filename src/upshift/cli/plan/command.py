@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -155,7 +155,7 @@ def command(
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings, risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
@@ -209,7 +209,7 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
     with tables.step("Testing whether the model can compare pairs"):
         from upshift.models.ops.sequence_loss import check_rewards, check_sequence_losses  # it imports torch
 
-        check = check_rewards if options.has_reward_head else check_sequence_losses
+        check = check_rewards if options.has_reward_head else partial(check_sequence_losses, objective=options.objective or "")
         check(source)
 
 
@@ -266,7 +266,9 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     host = planning.host
     workload = planning.workload
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
-    pairs = " pairs" if workload.rows_together > 1 else ""
+    pairs = ""
+    if workload.rows_together > 1:
+        pairs = " rated completions" if workload.has_ratings else " pairs"
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     _print_host_notes(host)

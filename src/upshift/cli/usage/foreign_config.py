@@ -197,7 +197,12 @@ LIBRARY_TRAINERS = {"kto": "KTOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTra
 def advice_on_objective(objective: str) -> str:
     """Return what to do about an objective that ``upshift train`` does not have."""
     trainer = LIBRARY_TRAINERS.get(objective)
-    known = "upshift train has sft, dpo and reward models"
+    known = "upshift train has sft, dpo, kto and reward models"
+    if objective == "kto":
+        return (
+            f"{known}, and reads rated rows with prompt, completion and label alone; write them so and use --objective kto "
+            f"without this file, or train by upshift.trl.{trainer} in a script"
+        )
     return known if trainer is None else f"{known}; train by upshift.trl.{trainer} in a script, which takes the same rows"
 
 

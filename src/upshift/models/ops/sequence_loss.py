@@ -83,18 +83,18 @@ def _losses_of_tokens() -> Iterator[None]:
         functional.cross_entropy = original
 
 
-def check_sequence_losses(source: ModelSource) -> None:
-    """Raise RequestError for a model whose loss of each answer of a pair cannot be computed."""
+def check_sequence_losses(source: ModelSource, objective: str) -> None:
+    """Raise RequestError for a model whose loss of each answer cannot be computed. ``objective``: its name, for messages."""
     config = source.hf_config
     model_class, kind = choose_class(config, source.reference)
     if kind != "causal-lm":
         raise RequestError(
-            f"--objective dpo is for causal language models, and {source.reference!r} is of the kind {kind}; leave it out, or "
-            "use a causal language model"
+            f"--objective {objective} is for causal language models, and {source.reference!r} is of the kind {kind}; leave it "
+            "out, or use a causal language model"
         )
     problem = why_no_sequence_losses(config, model_class)
     if problem is not None:
-        raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
+        raise RequestError(f"--objective {objective} is not for {source.reference!r}: {problem}; use another model")
 
 
 def why_no_sequence_losses(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:

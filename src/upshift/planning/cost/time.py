@@ -277,8 +277,11 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
 
 
 def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
-    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
-    sequences = workload.global_batch / plan.data_parallel
+    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter.
+
+    A sequence that has only a forward pass counts as a part of one.
+    """
+    sequences = workload.global_batch * workload.trained_share / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
     lengths = workload.lengths
@@ -302,11 +305,11 @@ def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
 
 
 def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
-    """Return (rows, tokens a row) of the largest micro-batch.
+    """Return (rows, tokens a row) of the largest micro-batch. Rows that have only a forward pass are computed before, apart.
 
     A flattened row is as long as the longest in a sample of the data, which may be shorter than a full one.
     """
-    batch = plan.per_device_train_batch_size
+    batch = plan.per_device_train_batch_size // (2 if workload.has_ratings else 1)
     if not plan.flattens or workload.lengths is None:
         return batch, plan.sequence_length
     return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.data_parallel)

@@ -115,7 +115,7 @@ def layout_conflict_with_pairs(layout: Layout) -> str | None:
 def conflict_with_pairs(plan: Plan) -> str | None:
     """Return why a plan cannot compute the losses of pairs of sequences, or None.
 
-    The loss of a pair needs both of its sequences in one process.
+    The loss of a pair needs both of its sequences in one process. A rated completion and its mismatched one count as a pair.
     """
     layout_problem = layout_conflict_with_pairs(plan.layout)
     if layout_problem is not None:

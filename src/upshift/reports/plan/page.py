@@ -154,7 +154,7 @@ def request_facts(planning: Planning, model: str) -> Facts:
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
     size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
     if workload.rows_together > 1:
-        size = f"pairs of {size}"
+        size = f"rated completions, each with a mismatched one, {size}" if workload.has_ratings else f"pairs of {size}"
     return Facts(
         [
             ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ class MicroBatch:
     reference: NDArray[np.float32] | None = None
     # Of pairs, whose rewards the model computes: by how much the reward of the first one shall be larger [rows / 2].
     margins: NDArray[np.float32] | None = None
+    # Whether the answer in row 2 i is a good one [rows / 2], where answers are rated one by one. Row 2 i + 1 is mismatched.
+    ratings: NDArray[np.bool_] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
     row_tokens: int | None = None  # of a row of an encoder-decoder, both sides together; None: those of input_ids
 
@@ -86,6 +88,8 @@ def fill_micro_batch(
     """Return the micro-batch of a row group, whose rows hold ids of ``sequences``."""
     if objective.kind == "causal-lm":
         micro_batch = replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
+        if objective.has_ratings:
+            micro_batch = _with_ratings(micro_batch, sequences)
         return _with_reference(micro_batch, sequences) if objective.has_pairs else micro_batch
     if objective.has_rewards:
         return _fill_rewarded(group, sequences, objective)
@@ -174,6 +178,22 @@ def _with_reference(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch
     return replace(micro_batch, reference=reference, num_label_tokens=len(ids) // 2)
 
 
+def _with_ratings(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch:
+    """Return a micro-batch of rated answers with their ratings. A stand-in has one that does not count."""
+    assert sequences.ratings is not None
+    ratings = np.zeros(micro_batch.shape[0] // 2, np.bool_)
+    own = sequences.ratings[micro_batch.sequence_ids[0::2]]
+    ratings[: len(own)] = own
+    return replace(micro_batch, ratings=ratings)
+
+
+def every_second_row(micro_batch: MicroBatch, *, first: Literal[0, 1]) -> MicroBatch:
+    """Return the rated answers of a micro-batch (``first`` = 0), or the mismatched ones (1), each with its reference."""
+    assert micro_batch.reference is not None
+    arrays = {name: np.ascontiguousarray(array[first::2]) for name, array in micro_batch.arrays.items()}
+    return replace(micro_batch, arrays=arrays, reference=np.ascontiguousarray(micro_batch.reference[first::2]))
+
+
 def without_pairs(micro_batch: MicroBatch) -> MicroBatch:
     """Return the micro-batch with the loss of its labels instead of the loss of its pairs.
 
@@ -182,7 +202,7 @@ def without_pairs(micro_batch: MicroBatch) -> MicroBatch:
     if micro_batch.reference is None:
         return micro_batch
     num_labels = int(np.count_nonzero(micro_batch.arrays["labels"][:, 1:] != IGNORED))
-    return replace(micro_batch, reference=None, num_label_tokens=num_labels)
+    return replace(micro_batch, reference=None, ratings=None, num_label_tokens=num_labels)
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:

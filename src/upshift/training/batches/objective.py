@@ -38,6 +38,9 @@ class Objective(Value):
     # Sequences 2 i and 2 i + 1 are two answers, and the model learns to prefer the first one: by DPO, or by the rewards of a
     # sequence-classification.
     has_pairs: bool = False
+    # With has_pairs: the model learns whether sequence 2 i is good or bad, by KTO. Sequence 2 i + 1 is its prompt with the answer
+    # of another row (data/tokens.py), of which nothing is learned.
+    has_ratings: bool = False
     loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
 
     @property
@@ -56,10 +59,19 @@ class Objective(Value):
         return self.has_pairs and not self.has_rewards
 
     @property
+    def examples(self) -> str:
+        """Return what a global batch is counted in, for messages."""
+        if self.has_ratings:
+            return "rated completions"
+        return "pairs" if self.has_pairs else "sequences"
+
+    @property
     def name(self) -> str:
         """Return the objective as the command line names it."""
         if not self.has_pairs:
             return self.kind
+        if self.has_ratings:
+            return "kto"
         return "reward" if self.has_rewards else "dpo"
 
     def check_masks(self) -> None:
@@ -71,7 +83,7 @@ class Objective(Value):
             )
 
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
-        """Return the number of labels that count, or of pairs. A global batch's loss is divided by it, whatever the layout."""
+        """Return the number of labels that count, of pairs or of ratings. The loss of a global batch is divided by it."""
         if self.has_pairs:
             return len(sequence_ids) // 2
         lengths = sequences.lengths[sequence_ids]

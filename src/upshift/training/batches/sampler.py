@@ -64,6 +64,11 @@ class GlobalBatch:
         """Return whether the loss compares pairs of sequences."""
         return any(micro_batch.has_pairs for micro_batch in self.micro_batches)
 
+    @property
+    def has_ratings(self) -> bool:
+        """Return whether the loss is of answers that are rated one by one."""
+        return any(micro_batch.ratings is not None for micro_batch in self.micro_batches)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSource:
@@ -140,7 +145,7 @@ def check_enough_data(sequences: Sequences, global_batch: int, objective: Object
         return
     together = objective.rows_together
     count = len(sequences) // together
-    kind = "pairs of sequences" if objective.has_pairs else "sequences"
+    kind = "pairs of sequences" if objective.examples == "pairs" else objective.examples
     raise RequestError(
         f"the data has {count} {kind} of up to {sequences.sequence_length} tokens, one global batch takes "
         f"{global_batch // together}; use a global batch of at most {count} (--global-batch {count}), or more data"
@@ -255,7 +260,10 @@ def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, ob
     if layout.packing and sequence_length >= 4:
         row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2]
     lengths = np.array(row_lengths * layout.micro_batch, np.int64)
-    sequences = Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length)
+    ratings = np.ones(len(lengths), np.bool_) if objective.has_ratings else None
+    sequences = Sequences(
+        tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length, ratings=ratings
+    )
     per_row = len(row_lengths)  # sequences
     rows = tuple(tuple(range(row * per_row, (row + 1) * per_row)) for row in range(layout.micro_batch))
     return fill_micro_batch(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)

@@ -17,6 +17,7 @@ from upshift.text import describe_other_part, join_names
 from upshift.training.data.data_options import LearnedContents, LossOn
 from upshift.training.data.row_formats import (
     FUNCTIONS,
+    LABEL,
     MARGIN,
     MEDIA_COLUMNS,
     PREFERENCE,
@@ -24,6 +25,7 @@ from upshift.training.data.row_formats import (
     SYSTEM,
     TEMPLATE_ARGUMENTS,
     TOOLS,
+    UNPAIRED,
     Columns,
     list_columns,
 )
@@ -56,6 +58,7 @@ class Chat:
     loss_on: LossOn | None = None  # None: that of the run
     learned_contents: LearnedContents = LearnedContents()  # if contents alone are learned
     ends_with_eos: bool = False  # an answer of a pair ends with EOS in place of the white space that the template writes
+    rating: bool | None = None  # whether the answer is a good one; None: the row does not say it
 
     @property
     def num_characters(self) -> int:
@@ -72,6 +75,7 @@ class PromptCompletion:
     prompt: str
     completion: str
     loss_on: LossOn | None = None  # None: that of the run
+    rating: bool | None = None  # as in Chat
 
     @property
     def has_answer(self) -> bool:
@@ -91,6 +95,7 @@ class PreferencePair:
     rejected: Chat | PromptCompletion | SegmentRow
     problem: str | None = None  # why nothing can be learned from the pair
     margin: float | None = None  # by how much the reward of the chosen answer shall be larger; None: the row says nothing
+    is_unpaired: bool = False  # each answer is learned for itself, as a good one and as a bad one
 
     @property
     def num_characters(self) -> int:
@@ -113,7 +118,9 @@ def read_chat(
     if media is not None:
         raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
     if columns.format == PREFERENCE:
-        return _read_preference(record, columns, place)
+        return replace(_read_preference(record, columns, place), is_unpaired=columns.objective == "kto")
+    if columns.format == UNPAIRED:
+        return replace(_read_prompt_completion(record, place), rating=_read_rating(record, place))
     if columns.format == "prompt-completion":
         return _read_prompt_completion(record, place)
     if columns.format == "segments":
@@ -197,6 +204,22 @@ def _read_preference(record: Mapping[str, Any], columns: Columns, place: str) ->
         )
     pair = _pair_of_chats(prompt, chosen, rejected, record, place, needs_prompt=needs_prompt)
     return replace(pair, margin=margin)
+
+
+def _read_rating(record: Mapping[str, Any], place: str) -> bool:
+    """Return whether the completion of a row is a good one. Raise RequestError for other labels than true and false, 1 and 0.
+
+    A table of text (CSV) writes true and false in letters.
+    """
+    value: Any = record[LABEL]
+    shown = value
+    if isinstance(value, str):
+        value = {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
+    if value is None or value not in (True, False):
+        raise RequestError(
+            f"{place}: column {LABEL!r} holds {_shorten(shown)}; write true for a good completion, or false for a bad one"
+        )
+    return bool(value)
 
 
 def _read_margin(record: Mapping[str, Any], place: str) -> float | None:

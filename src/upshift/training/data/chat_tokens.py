@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ LabelledRow = Chat | PromptCompletion | PreferencePair | SegmentRow
 def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, unknown: UnknownTokens) -> Iterator[Document]:
     """Yield the documents, with chats, and prompts with completions, as token rows. Other documents stay as they are.
 
-    ``unknown`` counts the tokens of these rows. A pair of answers becomes two rows: the chosen one, then the rejected one. Rows
+    ``unknown`` counts the tokens of these rows. A pair of answers becomes two rows: the chosen one, then the rejected one. If
+    answers are learned each for itself, the first one is good and the second one bad, as TRL's unpair_preference_dataset. Rows
     without an answer, and pairs of which nothing can be learned, are left out, and the user is told how many.
     """
     encoder: ChatEncoder | None = None
@@ -58,16 +60,25 @@ def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, 
         if left_out.add_if_useless(document):
             continue
         encoder = encoder or ChatEncoder(tokenizer, loss_on)
-        if batch and (num_characters >= BATCH_CHARACTERS or _kind_of(batch[0]) != _kind_of(document)):
+        rows = _rated_answers(document)
+        if batch and (num_characters >= BATCH_CHARACTERS or _kind_of(batch[0]) != _kind_of(rows[0])):
             yield from unknown.counted(encoder.encode(batch))
             batch = []
             num_characters = 0
-        batch.append(document)
+        batch += rows
         num_characters += document.num_characters
     if encoder is not None:
         yield from unknown.counted(encoder.encode(batch))
         encoder.report()
     left_out.report()
+
+
+def _rated_answers(row: LabelledRow) -> list[LabelledRow]:
+    """Return the two answers of a pair that is unpaired, each with its rating, or else the row itself."""
+    if not isinstance(row, PreferencePair) or not row.is_unpaired:
+        return [row]
+    assert not isinstance(row.chosen, SegmentRow) and not isinstance(row.rejected, SegmentRow)
+    return [replace(row.chosen, rating=True), replace(row.rejected, rating=False)]
 
 
 class _LeftOutRows:
@@ -120,6 +131,14 @@ class ChatEncoder:
 
     def encode(self, batch: Sequence[LabelledRow]) -> Iterator[TokenRow]:
         """Yield the token rows of a batch of one kind. Raise RequestError, with its place, for a row that cannot be written."""
+        ratings = [row.rating if isinstance(row, Chat | PromptCompletion) else None for row in batch]
+        if any(rating is not None for rating in ratings):  # such a row becomes one token row
+            for row, rating in zip(self._encode(batch), ratings, strict=True):
+                yield row._replace(rating=rating)
+        else:
+            yield from self._encode(batch)
+
+    def _encode(self, batch: Sequence[LabelledRow]) -> Iterator[TokenRow]:
         preferences = [row for row in batch if isinstance(row, PreferencePair)]
         if preferences:
             yield from self._encode_preferences(preferences)

@@ -27,6 +27,7 @@ ObjectiveName = Literal[
     "token-classification",
     "question-answering",
     "dpo",
+    "kto",
     "reward",
 ]
 
@@ -59,7 +60,9 @@ class DataOptions(Value):
         None, ge=0, description="how much of the training is held out: a share below 1, or a number; None: about 2 %, at most 64"
     )
     objective: ObjectiveName | None = Field(
-        None, description="what is learned; dpo: to prefer one answer; reward: to score answers; None: the model's own"
+        None,
+        description="what is learned; dpo: to prefer one answer; kto: to prefer good answers, rated one by one; reward: to score "
+        "answers; None: the model's own",
     )
 
     @field_validator("chat_template", mode="before")
@@ -78,13 +81,18 @@ class DataOptions(Value):
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether the rows are pairs of a chosen and a rejected answer."""
+        """Return whether two sequences belong together: a chosen and a rejected answer, or a rated one and a mismatched one."""
         return self.pair_objective is not None
 
     @property
     def pair_objective(self) -> PairObjective | None:
-        """Return the objective that learns from a chosen and a rejected answer, or None for another one."""
-        return self.objective if self.objective in ("dpo", "reward") else None
+        """Return the objective that learns from preferences, or None for another one."""
+        return self.objective if self.objective in ("dpo", "kto", "reward") else None
+
+    @property
+    def has_ratings(self) -> bool:
+        """Return whether each answer is learned for itself, as a good one or a bad one."""
+        return self.objective == "kto"
 
     @property
     def has_reward_head(self) -> bool:

@@ -45,6 +45,7 @@ from upshift.training.data.tokens import (
     histogram_of,
     make_cache_folder,
     pair_sequences,
+    rated_sequences,
     view_sequences,
 )
 
@@ -98,7 +99,7 @@ def prepare_data(
     tokenizer = _choose_tokenizer(source, tokenizer, corpus, options)
     objective = _find_objective(source, tokenizer, has_rewards=options.has_reward_head)
     _check_objective(options, objective, source)
-    objective = objective.changed(has_pairs=options.has_pairs)
+    objective = objective.changed(has_pairs=options.has_pairs, has_ratings=options.has_ratings)
     _check_loss_on(corpus, options)
     if corpus.is_chat:
         _check_takes_chats(corpus, objective, source)
@@ -118,6 +119,7 @@ def prepare_data(
     training = _make_sequences(tokenized, length, objective, long_rows_of(corpus, options), corpus.origin)
     if not len(training):
         raise _nothing_to_learn(corpus.origin, 0 if tokenized.num_documents else tokenized.num_long, length)
+    _report_ratings(training, corpus.origin)
     evaluation = None
     if held_out is not None:
         evaluation = _make_sequences(held_out, length, objective, long_rows_of(corpus, options), "the held-out data")
@@ -142,9 +144,27 @@ def _report_single_tokens(tokenized: TokenizedCorpus, length: int, objective: Ob
 
 def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str) -> Sequences:
     """Return the sequences of at most ``length`` tokens that have something to learn. Tell the user what is left out."""
+    if objective.has_ratings:
+        return rated_sequences(tokenized, length, long_rows, origin)
     if objective.has_pairs:
         return pair_sequences(tokenized, length, long_rows, origin)
     return _drop_unlabelled(cut_sequences(tokenized, length), objective, origin)
+
+
+def _report_ratings(training: Sequences, origin: str) -> None:
+    """Tell the user how many rated answers are good and bad, or that one kind is missing."""
+    if training.ratings is None:
+        return
+    num_good = int(training.ratings[0::2].sum())
+    num_bad = len(training) // 2 - num_good
+    if num_good and num_bad:
+        say_once(f"{origin}: {num_good:,} good and {num_bad:,} bad completions to train on")
+        return
+    kind, missing = ("good", "bad") if num_good else ("bad", "good")
+    say_once(
+        f"{origin}: all {num_good + num_bad:,} completions to train on are {kind}; without {missing} ones the model does not "
+        "learn to tell them apart"
+    )
 
 
 def _check_objective(options: DataOptions, objective: Objective, source: ModelSource) -> None:
@@ -317,7 +337,10 @@ LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
-    if corpus.columns.format == PREFERENCE:
+    if options.has_ratings:
+        unpaired = ", each for itself: chosen ones are good, rejected ones bad" if corpus.columns.format == PREFERENCE else ""
+        learned = f"to give the good answers and not the bad ones{unpaired}"
+    elif corpus.columns.format == PREFERENCE:
         learned = "larger rewards for the chosen answers" if options.has_reward_head else "to prefer the chosen answers"
     else:
         loss_on = corpus.loss_on or options.loss_on or "assistant"

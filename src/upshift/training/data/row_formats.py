@@ -22,7 +22,18 @@ SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 MARGIN = "margin"  # of a pair: by how much the reward of the chosen answer shall be larger, as in TRL
 
-RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "segments", "preference"]
+RowFormat = Literal[
+    "text",
+    "input_ids",
+    "messages",
+    "conversations",
+    "prompt-completion",
+    "alpaca",
+    "segments",
+    "preference",
+    "unpaired-preference",
+]
+LABEL = "label"  # beside a prompt and a completion: whether the completion is a good one
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
     "text": (TEXT_COLUMN,),
     "input_ids": (TOKEN_COLUMN,),
@@ -32,6 +43,7 @@ REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table mu
     "alpaca": ("instruction", "output"),
     "segments": ("segments",),
     "preference": ("chosen", "rejected"),
+    "unpaired-preference": ("prompt", "completion", LABEL),
 }
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")  # a value in them is rejected, with its row
 OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
@@ -41,6 +53,7 @@ OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
     "alpaca": ("input", "history", SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
     "segments": (),
     "preference": ("prompt", SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS, MARGIN),
+    "unpaired-preference": (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS),
 }
 DESCRIPTIONS: Mapping[RowFormat, str] = {
     "messages": "chats (messages)",
@@ -49,10 +62,16 @@ DESCRIPTIONS: Mapping[RowFormat, str] = {
     "alpaca": "instructions and outputs (Alpaca)",
     "segments": "texts in segments",
     "preference": "preferences (chosen and rejected)",
+    "unpaired-preference": f"completions and whether they are good (completion and {LABEL})",
 }
 PREFERENCE: RowFormat = "preference"
-PairObjective = Literal["dpo", "reward"]  # the objectives that learn from preferences
-LABEL = "label"  # beside a prompt and a completion: whether the completion is a good one
+UNPAIRED: RowFormat = "unpaired-preference"
+PairObjective = Literal["dpo", "kto", "reward"]  # the objectives that learn from preferences
+FORMATS_OF: Mapping[PairObjective, tuple[RowFormat, ...]] = {  # what each of them reads
+    "dpo": (PREFERENCE,),
+    "kto": (UNPAIRED, PREFERENCE),
+    "reward": (PREFERENCE,),
+}
 SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the message of a rejection
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
@@ -108,7 +127,7 @@ def find_format(
         pair_objective: the objective that learns from preferences, and so from no other rows. None: another one.
     """
     if pair_objective is not None:
-        return _preference_columns(names, pair_objective, origin)
+        return _preference_columns(names, pair_objective, data_format, origin)
     if text_column is not None:
         if text_column in names:
             return Columns(format="text", name=text_column)
@@ -122,7 +141,7 @@ def find_format(
             )
         return Columns(format=data_format, name=REQUIRED[data_format][0])
     candidates = possible_formats(set(names) - set(empty)) or possible_formats(names)
-    formats = [name for name in candidates if name != PREFERENCE]
+    formats = [name for name in candidates if name not in (PREFERENCE, UNPAIRED)]
     _refuse_preferences(names, formats, origin)
     if len(formats) > 1:
         columns = " and ".join(", ".join(REQUIRED[name]) for name in formats)
@@ -133,22 +152,36 @@ def find_format(
     return Columns(format=formats[0], name=REQUIRED[formats[0]][0])
 
 
-def _preference_columns(names: Collection[str], objective: PairObjective, origin: str) -> Columns:
-    """Return the columns of preferences. Raise RequestError for a table of other rows."""
-    missing = next((name for name in REQUIRED[PREFERENCE] if name not in names), None)
-    if missing is not None:
+def _preference_columns(names: Collection[str], objective: PairObjective, data_format: RowFormat | None, origin: str) -> Columns:
+    """Return the columns of preferences. Raise RequestError for a table of other rows, or of two kinds."""
+    candidates = FORMATS_OF[objective] if data_format is None else (data_format,)
+    formats = [name for name in candidates if all(column in names for column in REQUIRED[name])]
+    if len(formats) > 1:
+        options = " or ".join(f"--data-format {name}" for name in formats)
         raise RequestError(
-            f"{origin} has no column {missing!r}, and --objective {objective} learns from the columns chosen and rejected; "
-            f"{list_columns(names)}; rename them, or leave --objective out"
+            f"{origin} has the columns {_learned_columns(objective)}, each of which could be trained on; choose with {options}"
         )
-    return Columns(format=PREFERENCE, name=REQUIRED[PREFERENCE][0], objective=objective)
+    if not formats:
+        likely = max(candidates, key=lambda name: sum(column in names for column in REQUIRED[name]))
+        missing = next(name for name in REQUIRED[likely] if name not in names)
+        raise RequestError(
+            f"{origin} has no column {missing!r}, and --objective {objective} learns from the columns "
+            f"{_learned_columns(objective)}; {list_columns(names)}; rename them, or leave --objective out"
+        )
+    return Columns(format=formats[0], name=REQUIRED[formats[0]][0], objective=objective)
+
+
+def _learned_columns(objective: PairObjective) -> str:
+    """Return the columns that an objective learns from, for messages."""
+    lists = [REQUIRED[name] for name in FORMATS_OF[objective]]
+    return ", or ".join(f"{', '.join(columns[:-1])} and {columns[-1]}" for columns in lists)
 
 
 def no_table_of_preferences(path: Path, objective: PairObjective) -> RequestError:
     """Return the error about plain text where rows of preferences are needed."""
     return RequestError(
-        f"--objective {objective} learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
-        "(JSON, CSV, Parquet, Arrow), or leave --objective out"
+        f"--objective {objective} learns from rows with the columns {_learned_columns(objective)}, and {path} is plain text; "
+        "give a table (JSON, CSV, Parquet, Arrow), or leave --objective out"
     )
 
 
@@ -157,16 +190,17 @@ def check_data_format(text_column: str | None, data_format: str | None, *, pair_
     if pair_objective is not None and text_column is not None:
         raise RequestError(
             f"--text-column {text_column} names a column of texts, and --objective {pair_objective} learns from the columns "
-            "chosen and rejected; leave one of them out"
+            f"{_learned_columns(pair_objective)}; leave one of them out"
         )
-    if pair_objective is not None and data_format not in (None, PREFERENCE):
+    if pair_objective is not None and data_format not in (None, *FORMATS_OF[pair_objective]):
         raise RequestError(
-            f"--data-format {data_format} is not for --objective {pair_objective}, which learns from the columns chosen and "
-            "rejected; leave one of them out"
+            f"--data-format {data_format} is not for --objective {pair_objective}, which learns from the columns "
+            f"{_learned_columns(pair_objective)}; leave one of them out"
         )
-    if data_format == PREFERENCE and pair_objective is None:
-        names = " or ".join(get_args(PairObjective))
-        raise RequestError(f"--data-format {PREFERENCE} is for --objective {names}; add one of them, or name another format")
+    if data_format in (PREFERENCE, UNPAIRED) and pair_objective is None:
+        *others, last = (name for name, formats in FORMATS_OF.items() if data_format in formats)
+        names = f"{', '.join(others)} or {last}" if others else last
+        raise RequestError(f"--data-format {data_format} is for --objective {names}; add one of them, or name another format")
     if data_format is not None and data_format not in get_args(RowFormat):
         raise RequestError(f"--data-format {data_format} is not known; use {', '.join(get_args(RowFormat))}")
     if text_column is not None and data_format is not None:
@@ -204,13 +238,13 @@ def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin
         advice = f"; to train on the other columns alone, add {others}" if formats else ""
         raise RequestError(
             f"{origin} holds preferences (chosen and rejected), and as texts it would teach the bad answers, too; to learn from "
-            f"the preferences, use upshift train with --objective dpo or reward{advice}; {list_columns(names)}"
+            f"the preferences, use upshift train with --objective dpo, kto or reward{advice}; {list_columns(names)}"
         )
     if formats == ["prompt-completion"] and LABEL in names:
         raise RequestError(
-            f"{origin} holds preferences (completion and {LABEL}), which upshift train does not learn from: it would learn the "
-            f"bad answers, too; to learn from them, use upshift.trl.KTOTrainer in a script; to train on all completions, add "
-            f"--data-format {formats[0]}; {list_columns(names)}"
+            f"{origin} holds preferences (completion and {LABEL}), and as texts it would teach the bad answers, too; to learn "
+            f"from the preferences, use upshift train with --objective kto; to train on all completions, add --data-format "
+            f"{formats[0]}; {list_columns(names)}"
         )
 
 

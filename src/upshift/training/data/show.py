@@ -37,8 +37,9 @@ def count_tokens(data: TrainingData) -> DataCounts:
     sequences = data.training
     num_learned = None
     if data.objective.kind != "masked-lm" or sequences.labels is not None:
-        labelled = data.objective.changed(has_pairs=False)  # count the labels of pairs, not the pairs
-        num_learned = labelled.num_labels(sequences, np.arange(len(sequences)), seed=0, epoch=0)  # nothing is drawn
+        labelled = data.objective.changed(has_pairs=False, has_ratings=False)  # count the labels of pairs, not the pairs
+        step = 2 if data.objective.has_ratings else 1  # nothing is learned of mismatched sequences
+        num_learned = labelled.num_labels(sequences, np.arange(0, len(sequences), step), seed=0, epoch=0)  # nothing is drawn
     return DataCounts(len(sequences), int(sequences.lengths.sum()), num_learned)
 
 

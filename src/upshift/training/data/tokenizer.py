@@ -20,11 +20,11 @@ from upshift.training.data.chat_tokens import encode_rows
 from upshift.training.data.corpus import Corpus, Document, Documents
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
-from upshift.training.data.row_formats import MARGIN
+from upshift.training.data.row_formats import MARGIN, PREFERENCE
 from upshift.training.data.rows.token_rows import TokenRow, make_pair
 from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
-from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_pairs
+from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -106,7 +106,7 @@ def tokenize(
                 document = _cut_pair(document, document.source_length, side_length or whole_length)
                 num_cut += len(document.ids) < whole_length
             writer.add_part(document.ids, document.labels)
-            writer.end_row(document.source_length, margin=document.margin)
+            writer.end_row(document.source_length, margin=document.margin, rating=document.rating)
             byte_progress.add(document.ids.nbytes)
             continue
         if tokenizer is None:
@@ -201,7 +201,8 @@ def tokenize_corpus(
 
     training = tokenize_part(corpus.documents, progress)
     if corpus.evaluation is None and options.has_pairs:
-        return hold_out_pairs(training, options.eval_size)
+        has_pairs = corpus.columns is None or corpus.columns.format == PREFERENCE
+        return hold_out_rows(training, options.eval_size, documents_per_row=2 if has_pairs else 1)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length, size=options.eval_size)
     evaluation = tokenize_part(corpus.evaluation, None)

@@ -33,6 +33,7 @@ from upshift.units import MIB
 Numbers = Sequence[int] | NDArray[Any]
 EVALUATION_SHARE = 0.02
 MAX_EVALUATION_SEQUENCES = 64
+PARTNER_SEED = 0  # of the order in which each row gets the answer of the one before it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +46,7 @@ class TokenizedCorpus:
     # The tokens of each document that an encoder reads; the labels after them are those of the decoder. None: see Objective.
     source_lengths: NDArray[np.int64] | None = None
     margins: NDArray[np.float32] | None = None  # of the pair that each document belongs to; None: the data has no margins
+    ratings: NDArray[np.bool_] | None = None  # whether the answer of each document is a good one; None: the data rates none
     num_long: int = 0  # documents that were longer than the limit of the writer, which cut them or left them out
 
     @property
@@ -89,6 +91,7 @@ class Sequences:
     # Of pairs: the log-probability of each sequence's labels by the model before the training. None: not computed yet.
     reference: NDArray[np.float32] | None = None
     margins: NDArray[np.float32] | None = None  # as in TokenizedCorpus, for each sequence
+    ratings: NDArray[np.bool_] | None = None  # as in TokenizedCorpus, for each sequence
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -111,6 +114,7 @@ class Sequences:
         source_lengths = None if self.source_lengths is None else self.source_lengths[members]
         reference = None if self.reference is None else self.reference[members]
         margins = None if self.margins is None else self.margins[members]
+        ratings = None if self.ratings is None else self.ratings[members]
         return replace(
             self,
             starts=self.starts[members],
@@ -118,6 +122,7 @@ class Sequences:
             source_lengths=source_lengths,
             reference=reference,
             margins=margins,
+            ratings=ratings,
         )
 
 
@@ -215,13 +220,15 @@ def hold_out_evaluation(
     return train, evaluation
 
 
-def hold_out_pairs(tokenized: TokenizedCorpus, size: float | None = None) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Split the last pairs of documents off for evaluation, as many as ``num_held_out`` says."""
-    num_pairs = tokenized.num_documents // 2
-    number = num_held_out(num_pairs, size)
+def hold_out_rows(
+    tokenized: TokenizedCorpus, size: float | None = None, *, documents_per_row: int
+) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last rows of the data off for evaluation, as many as ``num_held_out`` says. The answers of a pair are one row."""
+    num_rows = tokenized.num_documents // documents_per_row
+    number = num_held_out(num_rows, size)
     if not number:
         return tokenized, None
-    first = 2 * (num_pairs - number)
+    first = documents_per_row * (num_rows - number)
     return _slice_documents(tokenized, 0, first), _slice_documents(tokenized, first, tokenized.num_documents)
 
 
@@ -252,6 +259,88 @@ def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: 
         reason = f"an answer has nothing to learn in the first {sequence_length} tokens of its row"
         say_once(f"{origin}: {num_without_answer} pairs are left out, because {reason}")
     return sequences.select(np.flatnonzero(np.repeat(is_used, 2)))
+
+
+def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows, origin: str) -> Sequences:
+    """Return two sequences for each document: a rated answer after its prompt, and this prompt with the answer of another one.
+
+    KTO estimates its KL term from the second ones. They depend on the data alone, so they are the same in each epoch. Both are
+    cut at their end, as TRL does. A document without a label in its sequence is left out. The user is told how many are cut
+    and left out.
+    """
+    assert tokenized.labels is not None and tokenized.ratings is not None
+    lengths = np.diff(tokenized.offsets)
+    answer_starts = _answer_starts(tokenized)
+    is_long = lengths > sequence_length
+    has_labels = answer_starts < np.minimum(lengths, sequence_length)
+    is_used = has_labels & ~is_long if long_rows == "drop" else has_labels
+    if is_long.any():
+        outcome = "left out" if long_rows == "drop" else "cut at the end"
+        say_once(f"{origin}: {int(is_long.sum())} rows with more than {sequence_length} tokens are {outcome}")
+    num_without_answer = int((~has_labels & (is_used == has_labels)).sum())
+    if num_without_answer:
+        reason = f"the completion has nothing to learn in the first {sequence_length} tokens of its row"
+        say_once(f"{origin}: {num_without_answer} rows are left out, because {reason}")
+    members = np.flatnonzero(is_used)
+    writer = CorpusWriter(RowLimit(sequence_length, "cut"))
+    partners = members[find_partners(_prompt_numbers(tokenized, members, answer_starts))] if len(members) else members
+    for member, partner in zip(members.tolist(), partners.tolist(), strict=True):
+        start, end = tokenized.offsets[member : member + 2].tolist()
+        middle = start + int(answer_starts[member])
+        writer.add_part(tokenized.tokens[start:end], tokenized.labels[start:end])
+        writer.end_row()
+        writer.add_part(tokenized.tokens[start:middle], np.full(middle - start, IGNORED))
+        answer = slice(int(tokenized.offsets[partner] + answer_starts[partner]), int(tokenized.offsets[partner + 1]))
+        writer.add_part(tokenized.tokens[answer], tokenized.labels[answer])
+        writer.end_row()
+    whole = writer.finish()
+    return Sequences(
+        tokens=whole.tokens,
+        starts=whole.offsets[:-1],
+        lengths=np.diff(whole.offsets),
+        sequence_length=sequence_length,
+        labels=whole.labels,
+        ratings=np.repeat(tokenized.ratings[members], 2),
+    )
+
+
+def find_partners(prompts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each row the row whose answer follows its prompt in the mismatched sequence. Each answer is of another prompt.
+
+    It is the next one before it, in an order that is drawn once, whose prompt differs: answers to one prompt are often neighbours
+    in the data. With one prompt alone it is the one before it. ``prompts`` [rows] are equal for equal prompts.
+    """
+    order = np.random.default_rng(PARTNER_SEED).permutation(len(prompts))
+    ordered = prompts[order]
+    # Where runs of rows with one prompt begin. The last run may go on at the start of the order.
+    run_starts = np.flatnonzero(ordered != np.roll(ordered, 1))
+    places = np.arange(len(order))
+    before = run_starts[np.searchsorted(run_starts, places, side="right") - 1] - 1 if len(run_starts) else places - 1
+    partners = np.empty(len(order), np.int64)
+    partners[order] = order[before]
+    return partners
+
+
+def _answer_starts(tokenized: TokenizedCorpus) -> NDArray[np.int64]:
+    """Return how many tokens of each document stand before its first label, at least 1: all of them without a label."""
+    assert tokenized.labels is not None
+    learned = np.flatnonzero(tokenized.labels != IGNORED)
+    starts, ends = tokenized.offsets[:-1], tokenized.offsets[1:]
+    first = np.append(learned, len(tokenized.labels))[np.searchsorted(learned, starts + 1)]
+    return np.asarray(np.minimum(first, ends) - starts, np.int64)
+
+
+def _prompt_numbers(
+    tokenized: TokenizedCorpus, members: NDArray[np.int64], answer_starts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return a number for the prompt of each member [members], the same for equal prompts."""
+    numbers: dict[bytes, int] = {}
+    starts = tokenized.offsets[members]
+    prompts = (
+        np.ascontiguousarray(tokenized.tokens[start : start + length]).tobytes()
+        for start, length in zip(starts.tolist(), answer_starts[members].tolist(), strict=True)
+    )
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
 
 
 def highest_id(tokens: NDArray[Any], labels: NDArray[Any] | None) -> int:
@@ -291,7 +380,8 @@ def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> Tokeni
     part = _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
     source_lengths = None if tokenized.source_lengths is None else tokenized.source_lengths[first:end]
     margins = None if tokenized.margins is None else tokenized.margins[first:end]
-    return replace(part, source_lengths=source_lengths, margins=margins)
+    ratings = None if tokenized.ratings is None else tokenized.ratings[first:end]
+    return replace(part, source_lengths=source_lengths, margins=margins, ratings=ratings)
 
 
 def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
@@ -320,6 +410,7 @@ class CorpusWriter:
         self._offsets = array("q", [0])
         self._source_lengths = array("q")
         self._margins = array("f")
+        self._ratings = bytearray()
         self._row_length = 0
         self._parts: list[tuple[Numbers, Numbers | None]] = []  # of a row that is perhaps left out
         self._num_long = 0
@@ -339,8 +430,11 @@ class CorpusWriter:
         else:
             self._parts.append((ids, labels))
 
-    def end_row(self, source_length: int | None = None, *, margin: float | None = None) -> None:
-        """End the row. The first ``source_length`` tokens are those of an encoder. ``margin`` is that of the row's pair."""
+    def end_row(self, source_length: int | None = None, *, margin: float | None = None, rating: bool | None = None) -> None:
+        """End the row. The first ``source_length`` tokens are those of an encoder. ``margin`` is that of the row's pair.
+
+        ``rating``: whether the row's answer is a good one.
+        """
         is_long = self._row_length > self._limit.num_tokens
         self._row_length = 0
         self._num_long += is_long
@@ -354,6 +448,8 @@ class CorpusWriter:
             self._source_lengths.append(source_length)
         if margin is not None:
             self._margins.append(margin)
+        if rating is not None:
+            self._ratings.append(rating)
 
     def finish(self) -> TokenizedCorpus:
         """Return the rows. Nothing can be added afterwards."""
@@ -363,6 +459,7 @@ class CorpusWriter:
             labels=None if self._labels is None else self._labels.finish(),
             source_lengths=np.array(self._source_lengths, np.int64) if self._source_lengths else None,
             margins=np.array(self._margins, np.float32) if self._margins else None,
+            ratings=np.frombuffer(bytes(self._ratings), np.bool_) if self._ratings else None,
             num_long=self._num_long,
         )
 

@@ -36,9 +36,11 @@ class StepDone:
     resident_bytes: int  # of this process; on a GPU, in use on the device
     reward_accuracy: float | None = None  # of pairs: the share whose chosen answer has the larger reward
     reward_margin: float | None = None  # of pairs: the mean reward of the chosen answer over that of the rejected one
+    kl: float | None = None  # of rated completions: KTO's KL term
     logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
     logged_reward_accuracy: float | None = None  # of pairs: means since the previous logged step
     logged_reward_margin: float | None = None
+    logged_kl: float | None = None
     unit: Unit = "tokens"  # of ``tokens`` and their speed; images and sounds are counted as rows
 
 
@@ -85,6 +87,7 @@ class Evaluated:
     loss: float
     reward_accuracy: float | None = None  # as in StepDone
     reward_margin: float | None = None
+    kl: float | None = None
     unit: Unit = "tokens"
     metrics: dict[str, float] = field(default_factory=dict)  # of the task, beside the loss
 
@@ -93,16 +96,18 @@ class Evaluated:
 class ReferenceStarted:
     """Report that the log-probabilities of all pairs by the model before the training are being computed."""
 
-    num_pairs: int
+    num_pairs: int  # or rated completions
     predicted_seconds: float | None  # None: the plan has no prediction
+    noun: str = "pairs"
 
 
 @dataclass(frozen=True)
 class Referenced:
     """Report that the log-probabilities of all pairs by the model before the training were computed."""
 
-    num_pairs: int
+    num_pairs: int  # as in ReferenceStarted
     seconds: float
+    noun: str = "pairs"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
@@ -17,6 +18,7 @@ from upshift.models.build import name_padding
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
+from upshift.planning.workload import FORWARD_SHARE, trained_share
 from upshift.record import Numbers
 from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
@@ -28,14 +30,13 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
-from upshift.training.evaluate import evaluate
+from upshift.training.evaluate import estimate_kl, evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
 from upshift.training.loop.events import (
     EARLY_STOPPING,
     Doubted,
-    Evaluated,
     Event,
     Finished,
     Healed,
@@ -51,7 +52,7 @@ from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMete
 from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
 from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
-from upshift.training.loop.state import LoggedStep, Progress, RewardRow
+from upshift.training.loop.state import KlRow, LoggedStep, Progress, RewardRow
 from upshift.training.loop.stop_vote import StopVote
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy, read_memory
@@ -84,6 +85,7 @@ class RunResult:
     cpu_seconds: float  # CPU time of this process in a steady step
     rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
     evaluation_rewards: tuple[RewardRow, ...] = ()
+    kl_terms: tuple[KlRow, ...] = ()  # of the rated completions of each step
     reference_seconds: float = 0.0
 
 
@@ -253,19 +255,20 @@ class TrainingLoop:
     def _compute_reference(self, reference: ReferencePass) -> TrainingData:
         """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took.
 
-        A forward pass has a third of a step's products: the backward pass has two for each of its own. Compiling comes on top.
+        Forward passes of all sequences are a third of a step that trains all of them. Compiling comes on top.
         """
         start = time.perf_counter()
         predicted = self.job.predicted
         seconds = None
         if predicted is not None and predicted.step_ms is not None:
             steps_per_epoch = len(self.data.training) / self.job.global_batch
-            seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch / 3 + (predicted.one_time_seconds or 0.0)
+            share = FORWARD_SHARE / trained_share(has_ratings=self.data.objective.has_ratings)
+            seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch * share + (predicted.one_time_seconds or 0.0)
         num_pairs = len(self.data.training) // 2
-        self._send_event(ReferenceStarted(num_pairs, seconds))
+        self._send_event(ReferenceStarted(num_pairs, seconds, self.data.objective.examples))
         data = reference.compute(self.data)
         self.reference_seconds = time.perf_counter() - start
-        self._send_event(Referenced(num_pairs, self.reference_seconds))
+        self._send_event(Referenced(num_pairs, self.reference_seconds, self.data.objective.examples))
         return data
 
     def _stop_reference(self) -> None:
@@ -330,6 +333,7 @@ class TrainingLoop:
             cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
             rewards=tuple(self.progress.rewards),
             evaluation_rewards=tuple(self.progress.evaluation_rewards),
+            kl_terms=tuple(self.progress.kl_terms),
             reference_seconds=self.reference_seconds,
         )
 
@@ -476,13 +480,19 @@ class TrainingLoop:
         progress = self.progress
         if self.data.evaluation is None or (progress.evaluations and progress.evaluations[-1][0] == progress.step):
             return
-        batches = evaluation_batches(
-            self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
+        make_batches = partial(
+            evaluation_batches,
+            self.data.evaluation,
+            global_batch=self.job.global_batch,
+            layout=self.layout,
+            objective=self.data.objective,
         )
-        preference = PreferenceLoss(self.arguments.dpo_beta, self.arguments.center_rewards_coefficient)
+        preference = PreferenceLoss.of(self.arguments)
         rewards: Rewards | None = None
         with self._phase("evaluation"):
-            loss = evaluate(self.train_step.model, self.plan, batches, preference)
+            if self.data.objective.has_ratings:
+                preference.kl = estimate_kl(self.train_step.model, self.plan, make_batches())
+            loss = evaluate(self.train_step.model, self.plan, make_batches(), preference)
             if self.data.objective.has_pairs:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         try:
@@ -490,17 +500,7 @@ class TrainingLoop:
         except JobFailed as error:
             evaluation = f"evaluation of the held-out data after step {progress.step}"
             raise JobFailed(f"{evaluation}: {error}; {still_loadable(self.output)}") from None
-        progress.evaluations.append((progress.step, progress.tokens[-1], loss))
-        if rewards is not None:
-            progress.evaluation_rewards.append((progress.step, rewards.accuracy, rewards.margin))
-        event = Evaluated(
-            progress.step,
-            progress.tokens[-1],
-            loss,
-            reward_accuracy=None if rewards is None else rewards.accuracy,
-            reward_margin=None if rewards is None else rewards.margin,
-        )
-        self._send_event(event)
+        self._send_event(progress.add_evaluation(loss, rewards))
 
     def _interrupt(self) -> None:
         interrupted = f"interrupted after step {self.progress.step} of {self.arguments.max_steps}"

@@ -29,10 +29,11 @@ from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import choose_best, find_checkpoint_damage
-from upshift.training.loop.events import StepDone
+from upshift.training.loop.events import Evaluated, StepDone
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
+from upshift.training.preference_loss import Rewards
 from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
@@ -59,7 +60,8 @@ CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
 )  # fmt: skip
 
 
-RewardRow = tuple[int, float, float]  # step; reward accuracy and margin, as in Rewards
+RewardRow = tuple[int, float, float | None]  # step; reward accuracy and margin, as in Rewards
+KlRow = tuple[int, float]  # step; KTO's KL term
 
 
 class LoggedStep(Value):
@@ -73,6 +75,7 @@ class LoggedStep(Value):
     tokens_per_second: float
     reward_accuracy: float | None = None  # of pairs: means since the previous logged step
     reward_margin: float | None = None
+    kl: float | None = None  # of rated completions, as the rewards
 
 
 class Run(Value):
@@ -83,7 +86,7 @@ class Run(Value):
     eval_data: str | None = None  # fingerprint of the held-out sequences; None: there are none, or an earlier version wrote this
     global_batch: int
     sequence_length: int
-    objective: str | None = None  # dpo; None: the model's own, whether or not the user named it
+    objective: str | None = None  # dpo, kto or reward; None: the model's own, whether or not the user named it
     arguments: Arguments
     adapter: AdapterOptions | None = None  # None: the file is older than this field, as for the next
     data_options: DataOptions | None = None
@@ -93,6 +96,7 @@ class Run(Value):
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
     rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
     evaluation_rewards: tuple[RewardRow, ...] = ()
+    kl_terms: tuple[KlRow, ...] = ()  # of the rated completions of each step
     logged_steps: tuple[LoggedStep, ...] = ()
     lost_steps: tuple[int, ...] = ()  # of evaluations lower than the best one that can be loaded: their checkpoints are gone
 
@@ -122,6 +126,7 @@ class Run(Value):
             evaluations=tuple(evaluation for evaluation in self.evaluations if evaluation[0] <= step),
             rewards=tuple(row for row in self.rewards if row[0] <= step),
             evaluation_rewards=tuple(row for row in self.evaluation_rewards if row[0] <= step),
+            kl_terms=tuple(row for row in self.kl_terms if row[0] <= step),
             logged_steps=tuple(logged for logged in self.logged_steps if logged.step <= step),
             finished=False,
         )
@@ -253,7 +258,7 @@ def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object]
 def fingerprint(sequences: Sequences) -> str:
     """Return the number of sequences and a checksum of their contents."""
     checksum = 0
-    for array in (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels):
+    for array in (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels, sequences.ratings):
         if array is not None:
             checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"
@@ -277,6 +282,7 @@ class Progress:
         self.evaluations = list(self.run.evaluations)
         self.rewards = list(self.run.rewards)
         self.evaluation_rewards = list(self.run.evaluation_rewards)
+        self.kl_terms = list(self.run.kl_terms)
         self.logged_steps = list(self.run.logged_steps)
 
     def add(self, batch: GlobalBatch) -> None:
@@ -290,6 +296,23 @@ class Progress:
         self.losses.append(result.loss)
         if result.rewards is not None:
             self.rewards.append((self.read_step, result.rewards.accuracy, result.rewards.margin))
+            if result.rewards.kl is not None:
+                self.kl_terms.append((self.read_step, result.rewards.kl))
+
+    def add_evaluation(self, loss: float, rewards: Rewards | None) -> Evaluated:
+        """Add the evaluation after the last step, and return its event."""
+        self.evaluations.append((self.step, self.tokens[-1], loss))
+        if rewards is None:
+            return Evaluated(self.step, self.tokens[-1], loss)
+        self.evaluation_rewards.append((self.step, rewards.accuracy, rewards.margin))
+        return Evaluated(
+            self.step,
+            self.tokens[-1],
+            loss,
+            reward_accuracy=rewards.accuracy,
+            reward_margin=rewards.margin,
+            kl=rewards.kl,
+        )
 
     @property
     def read_step(self) -> int:
@@ -305,6 +328,8 @@ class Progress:
         previous_step = self.logged_steps[-1].step if self.logged_steps else max(step - every, 0)
         losses = self.losses[previous_step:step]
         rewards = [row for row in self.rewards[previous_step - step :] if row[0] > previous_step]
+        margins = [margin for _, _, margin in rewards if margin is not None]
+        kl_terms = [kl for kl_step, kl in self.kl_terms[previous_step - step :] if kl_step > previous_step]
         norm = result.gradient_norm
         logged = LoggedStep(
             step=step,
@@ -314,7 +339,8 @@ class Progress:
             gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
             tokens_per_second=tokens_per_second,
             reward_accuracy=sum(accuracy for _, accuracy, _ in rewards) / len(rewards) if rewards else None,
-            reward_margin=sum(margin for _, _, margin in rewards) / len(rewards) if rewards else None,
+            reward_margin=sum(margins) / len(margins) if margins else None,
+            kl=sum(kl_terms) / len(kl_terms) if kl_terms else None,
         )
         self.logged_steps.append(logged)
         return logged
@@ -334,9 +360,11 @@ class Progress:
             resident_bytes=resident_bytes,
             reward_accuracy=None if rewards is None else rewards.accuracy,
             reward_margin=None if rewards is None else rewards.margin,
+            kl=None if rewards is None else rewards.kl,
             logged_loss=None if logged is None else logged.loss,
             logged_reward_accuracy=None if logged is None else logged.reward_accuracy,
             logged_reward_margin=None if logged is None else logged.reward_margin,
+            logged_kl=None if logged is None else logged.kl,
         )
 
     def resume_from(self, checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> None:
@@ -417,6 +445,7 @@ class Progress:
             evaluations=tuple(self.evaluations),
             rewards=tuple(self.rewards),
             evaluation_rewards=tuple(self.evaluation_rewards),
+            kl_terms=tuple(self.kl_terms),
             logged_steps=tuple(self.logged_steps),
             finished=finished,
         )

@@ -179,7 +179,7 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
     )
     first_ids = source_of_batches.sequence_ids(Position())[:CHECK_SEQUENCES]
     # Of pairs the loss of each label is compared, which shows a wrong model better. Rewards have no labels.
-    compared = objective if objective.has_rewards else objective.changed(has_pairs=False)
+    compared = objective if objective.has_rewards else objective.changed(has_pairs=False, has_ratings=False)
     checked = evaluation_batches(
         sequences.select(first_ids),
         global_batch=CHECK_SEQUENCES,
@@ -452,6 +452,7 @@ class Trial:
         return float(largest)
 
     def _accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> None:
+        self.train_step.compute_mismatched(micro_batch)
         self.train_step.accumulate(micro_batch, num_label_tokens, last=self.exchanges)
         if self.exchanges:
             self.train_step.agree()
@@ -502,6 +503,7 @@ class Trial:
             eager = float(compute_loss(train_step.model, plan, micro_batch))
         start = time.perf_counter()
         compile_layers(train_step.model, plan)
+        train_step.compute_mismatched(batch.micro_batches[0])
         share = float(train_step.accumulate(micro_batch, batch.num_label_tokens, last=self.exchanges))
         if self.exchanges:
             train_step.agree()

@@ -15,6 +15,17 @@ from upshift.training.data.rows.data_set import DataSet, Described, read_descrip
 from upshift.training.data.rows.described_rows import RowReader
 from upshift.training.data.rows.row_slice import read_split
 
+NOT_OF_RATINGS = (  # keys of a data set that no row with a rating has
+    "template",
+    "prompt",
+    "loss_on",
+    "learned_turns",
+    "learned_roles",
+    "learned_ends",
+    "turn_ends",
+    "answer_ends",
+)
+
 
 class JoinedDocuments(Documents):
     """The documents of several data sets, in their order. Each counts and reports its own."""
@@ -60,6 +71,8 @@ def read_data(data: Path | str, options: DataOptions, *, has_decoder: bool, is_e
 
 
 def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool) -> Corpus:
+    if options.objective == "kto":
+        _check_unpaired(data_set)
     try:
         check_data_format(data_set.text_column, data_set.format, pair_objective=options.pair_objective)
     except RequestError as error:
@@ -73,6 +86,16 @@ def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool
         rows=data_set.rows,
         reader=RowReader(data_set),
     )
+
+
+def _check_unpaired(data_set: DataSet) -> None:
+    """Raise RequestError for a key that writes rows in another way than the chat template, or that chooses what is learned."""
+    name = next((name for name in NOT_OF_RATINGS if getattr(data_set, name) != DataSet.model_fields[name].default), None)
+    if name is not None:
+        raise RequestError(
+            f"{data_set.path}: {name} is not for --objective kto, which learns whole completions, and whose chats the "
+            "tokenizer's chat template writes; leave it out"
+        )
 
 
 def _join(corpora: Sequence[Corpus], described: Described, *, holds_out: bool) -> Corpus:

@@ -27,12 +27,14 @@ class TokenRow(NamedTuple):
 
     With ``source_length``, the first ids are the input of an encoder, and the labels after them are those of its decoder.
     ``margin`` is of the pair of answers that the row belongs to: by how much the reward of the chosen answer shall be larger.
+    ``rating``: whether the answer is a good one. None: the data does not rate it.
     """
 
     ids: NDArray[Any]
     labels: NDArray[Any] | None = None
     source_length: int | None = None
     margin: float | None = None
+    rating: bool | None = None
 
 
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
