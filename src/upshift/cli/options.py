@@ -154,7 +154,7 @@ GlobalBatch = Annotated[
     int,
     option(
         "--global-batch",
-        text="Sequences (dpo, reward: pairs; kto: rated answers) of one optimizer step, over all ranks. No plan changes it.",
+        text="Sequences, pairs or rated answers of one optimizer step, over all ranks.",
         panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
@@ -182,7 +182,7 @@ Allow = Annotated[
 LoraRank = Annotated[
     int | None,
     option(
-        "--lora-rank", text="Train a LoRA adapter of this rank.", panel=Panel.TRAINING, metavar="N", default="train all weights",
+        "--lora-rank", text="Train a LoRA adapter of this rank.", panel=Panel.TRAINING, metavar="N", default="none",
         least=1,
     ),
 ]  # fmt: skip
