@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from upshift.debugging.finding import Finding, error, ok, warning
+from upshift.hardware.exchange_probe import meet
 from upshift.settings import Ranks
 from upshift.text import one_line
 from upshift.units import MIB
@@ -91,7 +92,7 @@ def _measure_pair(first: int, second: int, rank: int, device: torch.device) -> t
         times = [_round_trip(small, peer, first=rank == first) for _ in range(PINGS)]
         bulk = min(_round_trip(large, peer, first=rank == first) for _ in range(2))
         result = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == first else None
-    dist.barrier(device_ids=None if device.index is None else [device.index])
+    meet()
     return result
 
 

@@ -34,7 +34,7 @@ def measure_exchanges(
     dist.init_process_group(backend, store=store, timeout=PATIENCE, rank=rank, world_size=ranks)
     small = exchange_seconds(LATENCY_BYTES, device=device)
     large = exchange_seconds(large_bytes, device=device)
-    _meet(device)
+    meet()
     dist.destroy_process_group()
     return {name: (small[name], large_bytes / large[name]) for name in small}
 
@@ -71,7 +71,7 @@ def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
     for name, operation in operations.items():
         samples = []
         for _ in range(REPEATS + 1):
-            _meet(device)
+            meet()
             start = time.perf_counter()
             operation()
             if device == "cuda":
@@ -81,9 +81,9 @@ def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
     return seconds
 
 
-def _meet(device: str) -> None:
-    """Wait until all ranks are here. Ranks on GPUs meet on their current devices."""
+def meet() -> None:
+    """Wait until all ranks of the default group are here. With NCCL they meet on their current devices."""
     import torch
     import torch.distributed as dist
 
-    dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

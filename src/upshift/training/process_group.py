@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from upshift import parent_process
 from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
-from upshift.hardware.exchange_probe import free_port
+from upshift.hardware.exchange_probe import free_port, meet
 from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
@@ -149,20 +149,15 @@ def join_group(plan: Plan, rank: int, *, init_method: str | None = None, store: 
         try:
             yield
         except Interrupted:  # all ranks are interrupted at the same step
-            meet(backend)
+            meet()
             raise
         except Exception as error:  # of any kind: ranks that wait for this one must learn of it
             _share_cause(error, rank, plan)
             raise
-        meet(backend)
+        meet()
     finally:
         dist.destroy_process_group()
         _rank_and_size.clear()
-
-
-def meet(backend: str) -> None:
-    """Wait until all ranks of the process group are here. With NCCL the ranks meet on this process's current device."""
-    dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
 
 
 def lost_connection(error: BaseException) -> bool:

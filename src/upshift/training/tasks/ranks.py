@@ -14,8 +14,9 @@ from torch.distributed import PrefixStore, Store
 
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
+from upshift.hardware.exchange_probe import meet
 from upshift.settings import Ranks
-from upshift.training.process_group import GROUP_TIMEOUT, meet
+from upshift.training.process_group import GROUP_TIMEOUT
 
 READY_KEY = "task"  # in the store of the ranks: empty once rank 0 is ready, else the class of its error
 
@@ -45,9 +46,8 @@ def joined(ranks: Ranks, store: Store) -> Iterator[None]:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
-    backend = "nccl" if has_gpu else "gloo"
     dist.init_process_group(
-        backend,
+        "nccl" if has_gpu else "gloo",
         store=PrefixStore("group", store),
         rank=ranks.rank,
         world_size=ranks.size,
@@ -55,7 +55,7 @@ def joined(ranks: Ranks, store: Store) -> Iterator[None]:
     )
     try:
         yield
-        meet(backend)  # all leave together, because a rank that ends early breaks the others' last exchange
+        meet()  # all leave together, because a rank that ends early breaks the others' last exchange
     finally:
         dist.destroy_process_group()
 
