@@ -106,10 +106,20 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
         if is_fork_after_cuda():
             command = parent_process.restart_command()
             os.execve(command[0], command, environment_for_rank(own_rank))
+        _renew_threads()
         _run_rank_and_exit(own_rank, plan, work, request)
     finally:  # a fork must never return into the parent's code
         traceback.print_exc()
         os._exit(1)
+
+
+def _renew_threads() -> None:
+    """Make PyTorch's pool of threads in this forked process, which has none of its parent's threads.
+
+    Else the first tensor operation makes it. Where the parent has set a number of threads, two operations that come first at the
+    same time, as in a load by several threads, abort with "Invalid thread pool!" (torch 2.13, aten/src/ATen/ParallelOpenMP.cpp).
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _run_rank_and_exit(own_rank: AssignedRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:

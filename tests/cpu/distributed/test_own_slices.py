@@ -72,3 +72,10 @@ def test_one_that_fits_is_not(model: str, device: str, tmp_path: Path, monkeypat
     plan = a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True})).changed(device=device)
     assert rehearsals.why_not(plan) is None
     assert tried == [None], "the divided layers ran"
+
+
+def test_threads_of_a_rank_may_begin_together(warm_scripts: WarmScripts) -> None:
+    """A forked rank's pool of threads was made by its first operation; of four at the same time some found none (94 of 100)."""
+    ended = warm_scripts.run(HELPERS / "threads_in_ranks.py", timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert json.loads(ended.stdout.splitlines()[-1]) == []
