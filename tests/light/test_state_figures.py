@@ -254,6 +254,17 @@ def test_widths_of_a_run(packing: bool, attention: str, widths: int) -> None:
     assert num_widths(plan, Workload(sequence_length=64, global_batch=2, lengths=lengths)) == widths
 
 
+@pytest.mark.parametrize(
+    ("device", "host_memory", "varies", "high"),
+    [("cpu", "keep", True, 1.6), ("cpu", "keep", False, math.exp(0.1)), ("cpu", "system", True, math.exp(0.1)),
+     ("cuda", "keep", True, math.exp(0.16))],
+)  # fmt: skip
+def test_widths_that_vary_leave_holes_in_kept_memory(device: str, host_memory: str, varies: bool, high: float) -> None:
+    """A bf16 run on packed chats held 1.25 times the formula's figure, and at most 1.6 times: then it gives holes back."""
+    interval = uncertainty.formula_interval("held", plan_of(device=device, host_memory=host_memory), varies=varies)
+    assert interval[1] == pytest.approx(high)
+
+
 def test_a_process_on_a_gpu_holds_context_buffers_and_segments() -> None:
     """0.5 GiB of context, 4 % of slack; and 16-bit logits that nothing else fits into."""
     plan = plan_of(precision="bf16")

@@ -270,13 +270,15 @@ class Coster:
 
     def _bases(self, plan: Plan) -> dict[Number, Basis]:
         """Return how sure the numbers of a plan are: less sure if the model was estimated from its sizes."""
-        return self._memo.get_or_compute(("bases", plan.device, plan.torch_compile), partial(self._make_bases, plan))
+        varies = num_widths(plan, self.workload) > 1
+        key = ("bases", plan.device, plan.torch_compile, plan.host_memory, varies)
+        return self._memo.get_or_compute(key, partial(self._make_bases, plan, varies))
 
-    def _make_bases(self, plan: Plan) -> dict[Number, Basis]:
+    def _make_bases(self, plan: Plan, varies: bool) -> dict[Number, Basis]:
         bases: dict[Number, Basis] = {
             "step": self._step_basis,
             "allocated": formula_basis("allocated", plan),
-            "held": formula_basis("held", plan),
+            "held": formula_basis("held", plan, varies=varies),
         }
         return estimated_bases(bases) if self.profile.is_estimated else bases
 
