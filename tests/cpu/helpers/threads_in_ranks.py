@@ -1,4 +1,4 @@
-"""A forked rank's four threads, whose first tensor operations begin at the same time, ten times. Prints the errors of all threads."""
+"""A forked rank whose four threads begin their first tensor operations together, ten times. Prints the errors of all threads."""
 
 from __future__ import annotations
 
