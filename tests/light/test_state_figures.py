@@ -15,8 +15,10 @@ from upshift.planning.cost import network, optimizer, partition, process_memory,
 from upshift.planning.cost.memory import Peak, StepMemory, batch_bytes, phase_memory, scale_to_peak, with_libraries
 from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.partition import share_of, stage_of
+from upshift.planning.cost.time import num_widths
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
+from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import MIB
 
 PROFILE = make_profile()
@@ -227,6 +229,40 @@ def test_large_blocks_of_the_loss_leave_no_holes(precision: str, memory: str, lo
     found = resident_of(memory_of(loss=loss * MIB), precision=precision, host_memory=memory)
     tensors = max(1500, 1400 + loss) + 375 + 0.15 * 1000 + 0.17 * 500
     assert found == pytest.approx(tensors + 1.1 * loss * share)
+
+
+@pytest.mark.parametrize(("precision", "added"), [("fp32", 0.0), ("bf16", 12 * 9 * 0.56)])
+def test_each_further_width_holds_code_in_16_bits(precision: str, added: float) -> None:
+    """0.27 MiB of code for each of 12 products, and 0.29 of what the newest 1,024 keep."""
+    plan = plan_of(device="cpu", precision=precision)
+    host = describe("epyc-9654-768gb")
+
+    def held(num_widths: int) -> float:
+        return process_memory.predict_resident(memory_of(), plan, host, adapter=False, num_widths=num_widths) / MIB
+
+    assert held(10) - held(1) == pytest.approx(added)
+    assert held(1001) - held(501) == pytest.approx(12 * 500 * 0.27 if added else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("packing", "attention", "widths"), [(False, "sdpa", 3), (False, "block", 3), (True, "block", 5), (True, "sdpa", 1)]
+)
+def test_widths_of_a_run(packing: bool, attention: str, widths: int) -> None:
+    """Texts of 10, 20 and 30 tokens, two in a micro-batch: padded to 16, 24 or 32; flattened, two have 20 to 60 in all."""
+    lengths = LengthHistogram.of_documents([10, 20, 30], 64)
+    plan = plan_of(device="cpu", packing=packing, attention=attention, per_device_train_batch_size=2, sequence_length=64)
+    assert num_widths(plan, Workload(sequence_length=64, global_batch=2, lengths=lengths)) == widths
+
+
+@pytest.mark.parametrize(
+    ("device", "host_memory", "varies", "high"),
+    [("cpu", "keep", True, 1.6), ("cpu", "keep", False, math.exp(0.1)), ("cpu", "system", True, math.exp(0.1)),
+     ("cuda", "keep", True, math.exp(0.16))],
+)  # fmt: skip
+def test_widths_that_vary_leave_holes_in_kept_memory(device: str, host_memory: str, varies: bool, high: float) -> None:
+    """A bf16 run on packed chats held 1.25 times the formula's figure, and at most 1.6 times: then it gives holes back."""
+    interval = uncertainty.formula_interval("held", plan_of(device=device, host_memory=host_memory), varies=varies)
+    assert interval[1] == pytest.approx(high)
 
 
 def test_a_process_on_a_gpu_holds_context_buffers_and_segments() -> None:

@@ -45,6 +45,7 @@ class Step(NamedTuple):
     data_seconds: float  # the part of them spent waiting for the batch
     compiled: int  # frames that torch.compile has compiled since the process started
     held: int  # bytes of the process, or bytes allocated on its device
+    has_new_size: bool = False  # a micro-batch had a size that came in no earlier step
 
 
 class Signs:
@@ -109,11 +110,12 @@ class Signs:
     def growth(self) -> float | None:
         """Return the bytes by which memory grows in each step, or None if it does not grow steadily or is not known yet.
 
-        A single jump, such as an evaluation causes, is no leak.
+        A single jump, such as an evaluation causes, is no leak. What a step with a new size adds is none either: libraries keep
+        the code that they make for a size.
         """
         if len(self._steps) < LEAK_STEPS or self._count % CHECK_INTERVAL:
             return None
-        held_bytes = [step.held for step in self._steps]
+        held_bytes = _without_new_sizes(list(self._steps))
         quarter = LEAK_STEPS // QUARTERS
         levels = [statistics.median(held_bytes[start : start + quarter]) for start in range(0, LEAK_STEPS, quarter)]
         rises = [later - earlier for earlier, later in zip(levels, levels[1:], strict=False)]
@@ -121,6 +123,15 @@ class Signs:
         if QUARTERS * mean < max(LEAK_BYTES, LEAK_SHARE * held_bytes[-1]) or min(rises) < 0.5 * mean:
             return None
         return mean / quarter
+
+
+def _without_new_sizes(steps: list[Step]) -> list[int]:
+    """Return the bytes held after each step, less the growth in steps with a new size."""
+    held_bytes = [steps[0].held]
+    for earlier, later in zip(steps, steps[1:], strict=False):
+        growth = later.held - earlier.held
+        held_bytes.append(held_bytes[-1] + (min(growth, 0) if later.has_new_size else growth))
+    return held_bytes
 
 
 def leak_finding(growth: float, *, grew: dict[str, float], free: float | None) -> Finding:

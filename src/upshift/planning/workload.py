@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -149,6 +149,10 @@ class LengthHistogram(Value):
 
         return self._get_or_compute(("flat ratio", micro_batch, global_batch, processes, pad_multiple), ratio)
 
+    def num_flat_widths(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8, processes: int = 1) -> int:
+        """Return how many widths the sample's rows of up to micro_batch x sequence_length tokens have."""
+        return len({round_up(fill, pad_multiple) for fill in self._flat_rows(micro_batch, global_batch, processes)})
+
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
         """Return the tokens of the longest of the sample's rows of up to micro_batch x sequence_length tokens."""
         key = ("longest", micro_batch, global_batch, processes)
@@ -177,14 +181,25 @@ class LengthHistogram(Value):
         """Return computed over real tokens if each global batch is sorted by length and padded; 1.0 is no waste."""
 
         def computed(batch: list[int]) -> int:
-            longest_first = sorted(batch, reverse=True)
-            padded = 0
-            for start in range(0, len(batch), micro_batch):
-                width = min(round_up(longest_first[start], pad_multiple), self.sequence_length)
-                padded += width * len(longest_first[start : start + micro_batch])
-            return padded
+            return sum(width * rows for width, rows in self._padded_micro_batches(batch, micro_batch, pad_multiple))
 
         return self._over_sample(("padded", micro_batch, pad_multiple), global_batch, computed, sum)
+
+    def num_padded_widths(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8) -> int:
+        """Return how many widths the sample's micro-batches have if each global batch is sorted by length and padded."""
+
+        def count() -> int:
+            batches = self._sample(global_batch)
+            return len({size for batch in batches for size in self._padded_micro_batches(batch, micro_batch, pad_multiple)})
+
+        return self._get_or_compute(("widths", micro_batch, pad_multiple, global_batch), count)
+
+    def _padded_micro_batches(self, batch: list[int], micro_batch: int, pad_multiple: int) -> Iterator[tuple[int, int]]:
+        """Yield the width and the number of rows of each micro-batch of a global batch."""
+        longest_first = sorted(batch, reverse=True)
+        for start in range(0, len(batch), micro_batch):
+            width = min(round_up(longest_first[start], pad_multiple), self.sequence_length)
+            yield width, len(longest_first[start : start + micro_batch])
 
     def _over_sample(
         self, name: object, global_batch: int, numerator: Callable[[list[int]], int], denominator: Callable[[list[int]], int]

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from upshift.models.ops.block_attention import block_attention_forward
+from upshift.models.ops.block_attention import HALF_KEY_MULTIPLE, block_attention_forward
 
 LENGTH = 300  # not a multiple of a block
 
@@ -63,6 +64,40 @@ def test_output_and_gradients(make_mask, heads):
         (out, *found), (expected, *torch.autograd.grad(expected, (query, key, value), gradient.double())), strict=True
     ):
         torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
+
+
+class Products(TorchDispatchMode):
+    """Record the sizes of all batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[tuple[torch.Size, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bmm.default:
+            self.sizes.add(tuple(tensor.shape for tensor in args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_packed_rows_in_16_bits_have_few_sizes():
+    """oneDNN makes code for each size of a product in 16 bits, and never frees it. Texts begin anywhere in a row."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, LENGTH, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with Products() as products:
+        for _ in range(20):
+            out, _ = block_attention_forward(Attention(), query, key, value, packed(1))
+            torch.autograd.grad(out.float().square().sum(), (query, key, value))
+    num_ranges = -(-LENGTH // HALF_KEY_MULTIPLE)
+    assert len(products.sizes) <= 5 * 2 * num_ranges  # products of a block; full blocks, and the last one
+
+    mask = packed(1)
+    doubled = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    out, _ = block_attention_forward(Attention(), query, key, value, mask)
+    found = (out, *torch.autograd.grad(out.float().square().sum(), (query, key, value)))
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = scaled_dot_product_attention(*doubled, attn_mask=mask).transpose(1, 2)
+    for one, other in zip(found, (expected, *torch.autograd.grad(expected.square().sum(), doubled)), strict=True):
+        assert (one.double() - other).norm() < 0.02 * other.norm()
 
 
 def test_a_query_that_sees_nothing():

@@ -27,6 +27,9 @@ from upshift.internals.torch_names import is_fake, softmax_backward
 from upshift.models.profile import BLOCK_QUERIES
 
 BLOCK_ATTENTION = "block"
+# In 16 bits, oneDNN makes code for each size of a product and never frees it: 0.27 MiB a size (torch 2.13). Packed texts begin
+# anywhere in a row, so their ranges of keys are rounded to this multiple. The mask hides the keys that come on top.
+HALF_KEY_MULTIPLE = 32
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -218,21 +221,29 @@ def _query_ranges(length: int) -> list[tuple[int, int]]:
 def _blocks(query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> Iterator[Block]:
     """Yield blocks that span all rows of the batch. With an explicit mask, go row by row, because each row sees other keys."""
     batch, _, length, _ = query.shape
+    multiple = 1 if query.dtype == torch.float32 else HALF_KEY_MULTIPLE
     for rows in [slice(0, batch)] if mask is None else [slice(row, row + 1) for row in range(batch)]:
         for start, stop in _query_ranges(length):
             queries = slice(start, stop)
             if mask is None or is_fake(mask):
                 yield Block(rows, queries, slice(0, stop if is_causal else length))
             else:
-                yield Block(rows, queries, _visible_keys(mask, rows, queries))
+                yield Block(rows, queries, _visible_keys(mask, rows, queries, multiple))
 
 
-def _visible_keys(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
-    """Return the range of the keys that any of these queries may see, or the first key if they may see none."""
+def _visible_keys(mask: torch.Tensor, rows: slice, queries: slice, multiple: int) -> slice:
+    """Return the range of the keys that any of these queries may see, or the first key if they may see none.
+
+    Both ends are rounded to ``multiple``, to have fewer sizes.
+    """
     mask_rows = mask[rows if mask.shape[0] > 1 else slice(None), :, queries]
     is_visible = mask_rows if mask_rows.dtype == torch.bool else mask_rows > torch.finfo(mask_rows.dtype).min / 2
     positions = is_visible.view(torch.uint8).flatten(0, 2).amax(dim=0).nonzero()  # ten times as fast as any()
-    return slice(int(positions[0]), int(positions[-1]) + 1) if len(positions) else slice(0, 1)
+    if not len(positions):
+        return slice(0, 1)
+    num_before = int(positions[0]) // multiple
+    num_through = int(positions[-1]) // multiple + 1
+    return slice(num_before * multiple, min(num_through * multiple, mask.shape[-1]))
 
 
 def _apply_mask(scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, block: Block) -> None:

@@ -23,6 +23,12 @@ LOSS_SHARE = 1.1
 # A recomputed layer's tensors are made among gradients that stay. Fitted on the 48 recomputed rows of docs/accuracy.md.
 RECOMPUTED_SHARE = 1.4
 MMAP_BYTES = 32 * MIB  # glibc maps larger blocks one by one and leaves no holes (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3))
+# In 16 bits on a CPU, oneDNN makes code for each size of a product, keeps it, and keeps what belongs to it for the newest sizes
+# (ONEDNN_PRIMITIVE_CACHE_CAPACITY). Measured over 900 sizes of products and 400 widths of linear layers (torch 2.13, AVX-512).
+SIZE_CODE_BYTES = 0.27 * MIB
+CACHED_SIZE_BYTES = 0.29 * MIB
+CACHED_SIZES = 1024
+WIDTH_PRODUCTS = 12  # a decoder layer has about four sizes of linear layers, each with one product forward and two backward
 LOSS_BLOCKS = {"fp32": 2.05, "bf16": 2.8}  # the loss's part of memory, in blocks of fp32 logits
 BF16_LOSS_SHARE = 1 / 3  # of the loss's part: the blocks of half that size, where logits are bf16
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
@@ -41,10 +47,10 @@ HELD_SPREAD = {"cpu": 0.05, "cuda": 0.08}
 USABLE_SHARE = 0.95  # of the free memory
 
 
-def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: bool) -> float:
+def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: bool, num_widths: int = 1) -> float:
     """Return the bytes that one process holds in host memory, or on the device if the plan is for a GPU.
 
-    ``adapter``: the process has imported peft.
+    ``adapter``: the process has imported peft. ``num_widths``: how many widths the run's micro-batches have.
     """
     if plan.device == "cuda":
         return outside_allocator(plan) + predict_reserved(memory)
@@ -59,7 +65,15 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
     # An optimizer that compiles its update brings the same compiler into the process.
     compiled = "layer" if optimizers()[plan.optim].library == "torchao" else plan.torch_compile
     libraries = ADAPTER_BYTES * adapter + COMPILED_BYTES[compiled]
-    return base_bytes(host) + libraries + memory.peak + holes
+    return base_bytes(host) + libraries + memory.peak + holes + _size_bytes(plan, num_widths)
+
+
+def _size_bytes(plan: Plan, num_widths: int) -> float:
+    """Return the bytes that oneDNN keeps for all widths but the first, whose bytes are in the figures of one width."""
+    if plan.traced_precision == "fp32":
+        return 0.0
+    num_sizes = WIDTH_PRODUCTS * (num_widths - 1)
+    return SIZE_CODE_BYTES * num_sizes + CACHED_SIZE_BYTES * min(num_sizes, CACHED_SIZES)
 
 
 def outside_allocator(plan: Plan) -> float:

@@ -304,6 +304,18 @@ def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
     return sequences * lengths.mean * ratio / full_tokens
 
 
+def num_widths(plan: Plan, workload: Workload) -> int:
+    """Return how many widths the micro-batches of a run have, in a sample of its data."""
+    if workload.lengths is None or (plan.packing and not plan.flattens):
+        return 1
+    size = plan.per_device_train_batch_size
+    if not plan.flattens:
+        return workload.lengths.num_padded_widths(size, global_batch=workload.global_batch, pad_multiple=plan.pad_multiple)
+    return workload.lengths.num_flat_widths(
+        size, global_batch=workload.global_batch, pad_multiple=plan.pad_multiple, processes=plan.data_parallel
+    )
+
+
 def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
     """Return (rows, tokens a row) of the largest micro-batch. Rows that have only a forward pass are computed before, apart.
 

@@ -45,9 +45,9 @@ COMPILED_ALLOCATED_INTERVAL = (0.75, 1.04)
 ESTIMATED_FACTORS: dict[Number, tuple[float, float]] = {"step": (0.9, 1.1), "allocated": (0.9, 1.1), "held": (0.9, 1.1)}
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: the peak of one more process.
 AGAIN_INTERVALS: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
-# Held memory of a plan that runs again, where micro-batches differ in size and freed memory stays with the process. Each size
-# leaves holes in the heap: 40 steps of a GPT-2 held 1.5 times what its trial of 5 steps held (docs/log.md). Above it, the run
-# gives the holes back (training/held_memory.py).
+# Held memory where micro-batches differ in size and freed memory stays with the process. Each size leaves holes in the heap: 40
+# steps of a GPT-2 held 1.5 times what its trial of 5 steps held (docs/log.md). Above it, the run gives the holes back
+# (training/held_memory.py).
 VARYING_HELD_INTERVAL = (0.9, 1.6)
 
 
@@ -59,14 +59,18 @@ class Correction:
     basis: Basis
 
 
-def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
-    """Return the interval of measured over predicted before anything ran on the host."""
+def formula_interval(number: Number, plan: Plan, *, varies: bool = False) -> tuple[float, float]:
+    """Return the interval of measured over predicted before anything ran on the host.
+
+    ``varies``: the run's micro-batches differ in width.
+    """
     if number == "step":
         return GPU_STEP_INTERVALS[OWN] if plan.device == "cuda" else STEP_INTERVAL
     if number == "allocated":
         return COMPILED_ALLOCATED_INTERVAL if plan.torch_compile != "off" else ALLOCATED_INTERVAL
     half = INTERVAL_SIGMAS * HELD_SPREAD[plan.device]
-    return math.exp(-half), math.exp(half)
+    leaves_holes = varies and plan.device == "cpu" and plan.host_memory == "keep"
+    return math.exp(-half), VARYING_HELD_INTERVAL[1] if leaves_holes else math.exp(half)
 
 
 def step_interval(program: ProgramName, host: Host) -> tuple[float, float]:
@@ -79,9 +83,9 @@ def step_interval(program: ProgramName, host: Host) -> tuple[float, float]:
     return math.exp(-math.hypot(math.log(low), NEW_CHIP_SPREAD)), math.exp(math.hypot(math.log(high), NEW_CHIP_SPREAD))
 
 
-def formula_basis(number: Number, plan: Plan) -> Basis:
-    """Return the basis of a number that no run has corrected."""
-    return Basis(tier="formula", interval=formula_interval(number, plan))
+def formula_basis(number: Number, plan: Plan, *, varies: bool = False) -> Basis:
+    """Return the basis of a number that no run has corrected. ``varies``: the run's micro-batches differ in width."""
+    return Basis(tier="formula", interval=formula_interval(number, plan, varies=varies))
 
 
 def estimated_bases(traced: Mapping[Number, Basis]) -> dict[Number, Basis]:

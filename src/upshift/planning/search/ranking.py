@@ -30,7 +30,7 @@ from upshift.planning.cost.process_memory import (
 )
 from upshift.planning.cost.rates import NO_RATE_ADVICE, predict_rates
 from upshift.planning.cost.segments import micro_batch_key, plan_trace
-from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
+from upshift.planning.cost.time import StepTime, largest_micro_batch, num_widths, predict_time, tokens_per_step
 from upshift.planning.cost.uncertainty import Number, estimated_bases, formula_basis, held_memory_spread, step_interval
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import why_not_isolated
@@ -250,7 +250,9 @@ class Coster:
             return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
         tensors = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
         memory = with_libraries(tensors, library_bytes(plan, self.host))
-        resident = predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter)
+        resident = predict_resident(
+            memory, plan, self.host, adapter=self.profile.parameters.adapter, num_widths=num_widths(plan, self.workload)
+        )
         return MemoryEstimate(trace, memory, resident)
 
     def estimate_time(self, plan: Plan, estimate: MemoryEstimate) -> Candidate | Rejected:
@@ -268,13 +270,15 @@ class Coster:
 
     def _bases(self, plan: Plan) -> dict[Number, Basis]:
         """Return how sure the numbers of a plan are: less sure if the model was estimated from its sizes."""
-        return self._memo.get_or_compute(("bases", plan.device, plan.torch_compile), partial(self._make_bases, plan))
+        varies = num_widths(plan, self.workload) > 1
+        key = ("bases", plan.device, plan.torch_compile, plan.host_memory, varies)
+        return self._memo.get_or_compute(key, partial(self._make_bases, plan, varies))
 
-    def _make_bases(self, plan: Plan) -> dict[Number, Basis]:
+    def _make_bases(self, plan: Plan, varies: bool) -> dict[Number, Basis]:
         bases: dict[Number, Basis] = {
             "step": self._step_basis,
             "allocated": formula_basis("allocated", plan),
-            "held": formula_basis("held", plan),
+            "held": formula_basis("held", plan, varies=varies),
         }
         return estimated_bases(bases) if self.profile.is_estimated else bases
 

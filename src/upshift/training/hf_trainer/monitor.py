@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,10 @@ class TimedBatches:
 
     def __next__(self) -> Any:
         with self._monitor.fetching_batch():
-            return next(self.batches)
+            batch = next(self.batches)
+        if isinstance(batch, Mapping):
+            self._monitor.note_sizes(tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor))
+        return batch
 
 
 class StepMonitor(LibraryTrainer):

@@ -385,6 +385,7 @@ class TrainingLoop:
                 raise JobFailed(f"{problem}: {self._unread_checkpoint}; {still_loadable(self.output)}")
         with self.monitor.fetching_batch():
             batch = next(self._batches)
+        self.monitor.note_sizes(micro_batch.shape for micro_batch in batch.micro_batches)
         if self.copies is not None:
             batch = self.copies.select_micro_batches(batch)
         with self._watch_step(self.progress.step + 1):
@@ -567,8 +568,7 @@ class TrainingLoop:
         return next((reason for reason in all_gather_objects(damage, self.plan) if reason is not None), None)
 
     def _numbers(self, best_evaluation: Evaluation | None) -> Numbers:
-        """Return the measured numbers. ``best_evaluation``: the evaluation of the checkpoint that was loaded at the end, or
-        None."""
+        """Return the measured numbers. ``best_evaluation``: of the checkpoint that was loaded at the end, or None."""
         tokens_per_second = self.meter.tokens_per_second
         flops_per_token = self.job.model_flops_per_token
         last_losses = self.progress.losses[-LOSS_STEPS:]

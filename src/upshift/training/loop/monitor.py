@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -52,7 +52,8 @@ def recompile_reason() -> str | None:
 class RunMonitor:
     """Watch the steps of one rank.
 
-    Call ``begin_step`` when a step begins, and open ``fetching_batch`` around the wait for its batch.
+    Call ``begin_step`` when a step begins, open ``fetching_batch`` around the wait for its batch, and name the sizes of its
+    micro-batches with ``note_sizes``.
     """
 
     def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, on_finding: OnFinding) -> None:
@@ -65,6 +66,8 @@ class RunMonitor:
         self._findings: list[Finding] = []
         self._step_start: float | None = None
         self._waited_seconds = 0.0
+        self._sizes: set[Hashable] = set()  # of the micro-batches of all steps
+        self._has_new_size = False
         self._growth: float | None = None  # of memory, in each step; once it shows, its cause is looked for
         self._growth_bytes: dict[str, int] = {}  # by what ran meanwhile
         self._attributed_steps_left = ATTRIBUTED_STEPS
@@ -97,6 +100,12 @@ class RunMonitor:
         yield
         self._add_growth(name, bytes_before)
 
+    def note_sizes(self, sizes: Iterable[Hashable]) -> None:
+        """Note the sizes of the step's micro-batches."""
+        for size in sizes:
+            self._has_new_size = self._has_new_size or size not in self._sizes
+            self._sizes.add(size)
+
     def _add_growth(self, name: str, bytes_before: int) -> None:
         self._growth_bytes[name] = self._growth_bytes.get(name, 0) + self.held_bytes() - bytes_before
 
@@ -104,7 +113,8 @@ class RunMonitor:
         """Note that the previous step is over and the next one begins. Return the time on the clock."""
         time_now = time.perf_counter()
         if self._step_start is not None:
-            step = Step(time_now - self._step_start, self._waited_seconds, count_compiled_frames(), self.held_bytes())
+            compiled = count_compiled_frames()
+            step = Step(time_now - self._step_start, self._waited_seconds, compiled, self.held_bytes(), self._has_new_size)
             for finding in self._signs.add(step):
                 reason = recompile_reason() if finding.subject == "recompiles" else None
                 if reason is not None:
@@ -113,6 +123,7 @@ class RunMonitor:
             self._look_for_leak()
         self._step_start = time_now
         self._waited_seconds = 0.0
+        self._has_new_size = False
         return time_now
 
     def _look_for_leak(self) -> None:
