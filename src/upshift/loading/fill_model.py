@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.internals.torch_names import FAKE_TENSOR_MODE
 from upshift.internals.transformers_names import (
     DTYPE_PLAN,
     IGNORED_MISSING,
@@ -39,8 +38,8 @@ from upshift.loading.files.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import SharedMappings, Staging, dtype_of, read_into, read_tensor, shape_of
 from upshift.loading.key_mapping import Group, NameMapping, convert_group, filled_shapes, map_names
+from upshift.loading.used_weights import Run, weights_used_by
 from upshift.models.source import ModelSource
-from upshift.models.tracing.segments import fake_masks
 
 READERS = 2  # threads; one waits for the disk while the other converts
 CPU = torch.device("cpu")
@@ -50,7 +49,6 @@ MAX_NAMES = 3  # names of weights in a message
 
 DeviceOf = Callable[[str], torch.device | None]  # from a weight's name to its device; None: the weight stays empty
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
-Run = Callable[[nn.Module], Tensor]  # computes an answer from the model
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +262,7 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     missing = _without_new_head(coverage.missing, filling.model, source)
     all_used = all_used and source.reward_head_on is None
     if missing and run is not None:
-        missing = {weight: missing[weight] for weight in _weights_used_by(filling.model, list(missing), run)}
+        missing = {weight: missing[weight] for weight in weights_used_by(filling.model, list(missing), run)}
     unused = sum(coverage.unused.values())
     share_unused = unused / max(coverage.num_stored, 1)
     if missing:
@@ -328,20 +326,3 @@ def _shorten_list(names: dict[str, int]) -> str:
     shown = list(names)[:MAX_NAMES]
     num_more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {num_more} more" if num_more else "")
-
-
-def _weights_used_by(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
-    """Return those of the named weights that the answer of ``run`` depends on, by autograd on the meta device.
-
-    Return all of them if the model does not run there."""
-    weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
-    buffers = [name for name in names if name not in weights]
-    try:
-        # With a fake mode, a mask that the model makes itself is fake, and transformers does not read its values.
-        with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
-            answer = run(model)
-        gradients = torch.autograd.grad(answer.sum(), list(weights.values()), allow_unused=True)
-    except Exception as error:  # any operator may reject tensors without values
-        logger.debug("which weights %s depends on is not known: %s", type(model).__name__, error)
-        return names
-    return buffers + [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]

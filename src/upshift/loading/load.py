@@ -26,11 +26,12 @@ from upshift.hardware.probe import memory_rate
 from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
 from upshift.loading.files.tensors import COMPUTE_DTYPES, dtype_of
-from upshift.loading.fill_model import Filling, Progress, Run, check_coverage, check_missing
+from upshift.loading.fill_model import Filling, Progress, check_coverage, check_missing
 from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
 from upshift.loading.placement.apply import PlacementOptions, check_not_quantized, fill_and_dispatch, plan_placement
 from upshift.loading.placement.place import Placement
+from upshift.loading.used_weights import Run
 from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
@@ -95,11 +96,13 @@ def load_source(
     progress: Progress | None = None,
     allow_missing: bool = False,
     run: Run | None = None,
+    all_used: bool = True,
 ) -> PreTrainedModel:
     """Return the model of a source. ``model_class``: None means the class that the config names.
 
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
-    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights."""
+    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights. ``all_used``: False if the
+    files may hold more than the model, such as a head."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
@@ -112,7 +115,7 @@ def load_source(
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
         if placement_options is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        can_miss = allow_missing or run is not None
+        can_miss = allow_missing or not all_used
         return _load_quantized(source, resolved_class, dtype, allow_missing=can_miss, progress=progress)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
@@ -126,7 +129,7 @@ def load_source(
     names = map_names(model, checkpoint.tensors, quantizer)
     filling = Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer)
     if not allow_missing:
-        check_coverage(filling, source, run=run, all_used=run is None)
+        check_coverage(filling, source, run=run, all_used=all_used)
     if placement_options is not None:
         finish = partial(finish_loading, filling, source)
         fill_and_dispatch(filling, checkpoint, placement_options, finish, progress)
