@@ -260,7 +260,7 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     coverage = measure_coverage(filling)
     name = type(filling.model).__name__
     missing = _without_new_head(coverage.missing, filling.model, source)
-    all_used = all_used and source.reward_head_on is None
+    all_used = all_used and source.new_head_on is None
     if missing and run is not None:
         missing = {weight: missing[weight] for weight in weights_used_by(filling.model, list(missing), run)}
     unused = sum(coverage.unused.values())
@@ -286,9 +286,9 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
 
 def _without_new_head(missing: dict[str, int], model: PreTrainedModel, source: ModelSource) -> dict[str, int]:
     """Return the missing weights without those of a new reward head: the ones that the class of the files has not, either."""
-    if source.reward_head_on is None:
+    if source.new_head_on is None:
         return missing
-    files_class: Any = getattr(transformers, source.reward_head_on)
+    files_class: Any = getattr(transformers, source.new_head_on)
     with torch.device("meta"):
         of_files: PreTrainedModel = files_class(source.hf_config)
     names = {_name_in_base(name, of_files) for name in of_files.state_dict()}

@@ -14,6 +14,7 @@ from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.profile import Objective
 
 Output = Literal["text", "token scores", "label", "token labels", "span", "vector", "boxes", "mask", "depth", "similarity"]
+HEAD_OUTPUTS: tuple[Output, ...] = ("label", "token labels", "span", "boxes", "mask")  # of a head that is trained for the task
 Preprocessor = Literal["AutoTokenizer", "AutoImageProcessor", "AutoFeatureExtractor", "AutoVideoProcessor", "AutoProcessor"]
 
 

@@ -320,8 +320,8 @@ def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> 
     """Tell the user what the rows are, what is learned of them, and that a head is new."""
     for part in corpus.parts or (corpus,):
         say_once(_describe_chats(part, options))
-    if source.reward_head_on is not None:
-        say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+    if source.new_head_on is not None:
+        say_once(f"{source.reference} is a {source.new_head_on}; it gets a new reward head, whose weights are random")
 
 
 LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
