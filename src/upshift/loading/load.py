@@ -26,12 +26,11 @@ from upshift.hardware.probe import memory_rate
 from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
 from upshift.loading.files.tensors import COMPUTE_DTYPES, dtype_of
-from upshift.loading.fill_model import Filling, Progress, check_coverage, check_missing
+from upshift.loading.fill_model import Filling, Progress, Run, check_coverage, check_missing
 from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
 from upshift.loading.placement.apply import PlacementOptions, check_not_quantized, fill_and_dispatch, plan_placement
 from upshift.loading.placement.place import Placement
-from upshift.loading.used_weights import Run
 from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 

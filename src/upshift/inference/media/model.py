@@ -15,10 +15,9 @@ import torch
 from upshift.errors import RequestError
 from upshift.inference.media.files import MODALITIES
 from upshift.inference.weights import stored_for
-from upshift.loading.fill_model import check_files
+from upshift.loading.fill_model import Run, check_files
 from upshift.loading.load import build_empty_model, load_source
 from upshift.loading.media_files import MediaItem, Modality, read_image, read_sound_at
-from upshift.loading.used_weights import Run
 from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
 from upshift.models.tasks import FEATURES, inputs_of, tasks_of
