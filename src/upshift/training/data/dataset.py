@@ -182,6 +182,11 @@ def _check_objective(options: DataOptions, objective: Objective, source: ModelSo
             f"--objective {name} is for causal language models, and {source.reference!r} is of the kind {objective.kind}; leave "
             "it out, or use a causal language model"
         )
+    if objective.kind == "causal-lm" and not objective.loss_shifts:
+        raise RequestError(
+            f"--objective {name} compares losses of next tokens, and the loss of {source.reference!r} compares a label with the "
+            "output of the label's own place; use another model"
+        )
     if objective.padding == "none":
         raise RequestError(
             f"--objective {name} pads two answers to one length, and padding changes the results of {source.reference!r}; use "
