@@ -381,7 +381,11 @@ def _kind(name: str) -> str:
 
 
 def _connected(model: nn.Module, answer: Tensor) -> set[str]:
-    """Return the names of the parameters that are leaves of the answer's graph of gradients."""
+    """Return the names of the parameters that are leaves of the answer's graph of gradients.
+
+    Raise RuntimeError if the answer has none, because the model computes it without gradients."""
+    if answer.grad_fn is None:
+        raise RuntimeError("the answer has no gradients")
     names: dict[int, list[str]] = {}
     for name, weight in _parameters(model):
         names.setdefault(id(weight), []).append(name)

@@ -148,3 +148,10 @@ def test_only_weights_that_the_result_depends_on_must_be_in_the_files(name: str,
         names = "|".join(map(re.escape, aliases(made.model, [lacking])))
         with pytest.raises(RequestError, match=f"lack .* of the weights of .*({names})"):
             made.check()
+
+
+def test_without_gradients_every_weight_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make("BertForMaskedLM", tmp_path)
+    monkeypatch.setattr(transformers.BertModel, "forward", torch.no_grad()(transformers.BertModel.forward))
+    with pytest.raises(RequestError, match="pooler.dense.weight"):
+        made.check()
