@@ -257,10 +257,14 @@ def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "# What runs what", "",
         "Upshift asks transformers which task a model is for. `architectures` in config.json names the model's class, and",
         "transformers' tables of Auto classes say the task of the class. Every command asks the same table.", "",
-        "| task | Auto class | preprocessor | output | loss that `upshift train` uses |", "| --- | --- | --- | --- | --- |",
+        "The last column says whether [`upshift encode`](encoding.md#masks-depth-boxes-and-labels) gives the results of the task",
+        "with `--output results.jsonl`, by the model's own labels or by labels that you give.", "",
+        "| task | Auto class | preprocessor | output | loss that `upshift train` uses | results of the task |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     lines += [
-        f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or _trained_on(task)} |"
+        f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or _trained_on(task)} | "
+        f"{task.predicts or 'none'} |"
         for task in TASKS
     ]
     lines += [

@@ -234,7 +234,8 @@ def _plain_losses(model: TinyModel, sequences: Sequences, seen: list[list[int]],
     losses = []
     for numbers in seen:
         rows = [_alone(model, sequences, number) for number in numbers]
-        counts = [int((row["labels"] != IGNORED).sum()) - (model.kind == "causal") for row in rows]
+        is_causal = model.kind == "causal"
+        counts = [int((row["labels"] != IGNORED).sum()) - (is_causal and _is_shifted_by_the_model(row)) for row in rows]
         total = 0.0
         for row, count in zip(rows, counts, strict=True):
             if not count:  # no word of a short row was masked: its mean is not a number, and it teaches nothing
@@ -258,9 +259,11 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
     """One sequence as transformers is given it. What is masked, and where an encoder's text ends, is the objective's own."""
     start, length = sequences.starts[number], sequences.lengths[number]
     tokens = torch.from_numpy(sequences.tokens[start : start + length].astype(np.int64))[None]
+    source = find_model(str(model.folder))
     if model.kind == "causal":
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    objective = find_objective(find_model(str(model.folder)))
+        labels = tokens if isolation_of(source).loss_shifts else torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    objective = find_objective(source)
     layout = Layout(micro_batch=1, pad_multiple=1)
     batches = BatchSource(sequences=sequences, global_batch=1, layout=layout, objective=objective).batches()
     for batch in islice(batches, len(sequences)):
@@ -268,6 +271,11 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
         if number in one.sequence_ids:
             return {name: torch.from_numpy(array) for name, array in one.arrays.items()}
     raise NoReference(f"sequence {number} is in no batch")
+
+
+def _is_shifted_by_the_model(row: dict[str, torch.Tensor]) -> bool:
+    """Whether a row has the label of each place at that place. The first one then does not count."""
+    return bool(row["labels"][0, -1] != IGNORED)
 
 
 def encode(model: TinyModel) -> str:

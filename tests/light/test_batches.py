@@ -75,6 +75,21 @@ def members(batches: list[GlobalBatch]) -> list[int]:
     return sorted(i for batch in batches for micro in batch.micro_batches for i in micro.sequence_ids.tolist())
 
 
+@settings(max_examples=30, deadline=None)
+@given(document_lengths, layouts)
+def test_labels_are_shifted_once_by_the_model_or_by_the_rows(lengths: list[int], shape: tuple[int, str, int, int]) -> None:
+    """A model that compares a label with the output of its own place learns the same tokens from the same places."""
+    by_model, by_rows = (ranks(lengths, shape, CAUSAL.changed(loss_shifts=shifts))[0] for shifts in (True, False))
+    for one, other in zip(first_batches(by_model, 3), first_batches(by_rows, 3), strict=True):
+        for micro, shifted in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert micro.num_label_tokens == shifted.num_label_tokens == int((shifted.arrays["labels"] != IGNORED).sum())
+            learned = shifted.arrays["labels"]
+            assert (learned[:, :-1] == micro.arrays["labels"][:, 1:]).all() and (learned[:, -1] == IGNORED).all()
+            places = np.argwhere(learned != IGNORED)
+            ids = shifted.arrays["input_ids"]
+            assert all(learned[row, place] == ids[row, place + 1] == ids[row, place] + 1 for row, place in places)
+
+
 @given(document_lengths, layouts, st.sampled_from([CAUSAL, MASKED, SEQ2SEQ]))
 @settings(deadline=None, max_examples=80)
 def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, objective):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.encode_media import MediaOptions, encode_media, refuse_options
+from upshift.cli.encode_media import MediaOptions, encode_media, predict, refuse_options
 from upshift.cli.options import (
     Engine,
     Json,
@@ -54,11 +54,27 @@ Task = Annotated[
         text="What the texts are: query or document, for models that encode the two in different ways.",
     ),
 ]  # fmt: skip
+Labels = Annotated[
+    str | None,
+    option(
+        "--labels", panel=Panel.MODEL, metavar="NAMES",
+        text="Score these labels, with commas between them, by a model of images and texts (CLIP, SigLIP), or for texts by a "
+        "model of entailment (NLI).",
+    ),
+]  # fmt: skip
+Template = Annotated[
+    str | None,
+    option(
+        "--label-template", panel=Panel.MODEL, metavar="TEXT",
+        text="The sentence with {} in the place of a label, such as 'I see {}.' Default: that of transformers' pipeline.",
+    ),
+]  # fmt: skip
 Output = Annotated[
     Path,
     option(
         "--output", "-o", panel=Panel.OUTPUT, metavar="PATH",
-        text="The file for the results: .npy or .parquet. For results of tokens, and sparse vectors: .parquet or .jsonl.",
+        text="The file for the results: .npy or .parquet. For results of tokens, and sparse vectors: .parquet or .jsonl. For "
+        "masks, depth, boxes and scores of labels of images: .jsonl.",
     ),
 ]  # fmt: skip
 
@@ -69,6 +85,8 @@ def command(
     output: Output,
     query: Query = None,
     task: Task = None,
+    labels: Labels = None,
+    label_template: Template = None,
     quality: Quality = "exact",
     engine: Engine = None,
     max_latency_ms: MaxLatency = None,
@@ -85,11 +103,16 @@ def command(
     refuse_ranks("encode")
     from upshift.inference.encoding.files import check_files, check_query, check_task, holds_pairs
     from upshift.inference.media.files import holds_media
+    from upshift.inference.media.results import SUFFIX as RESULTS_SUFFIX
     from upshift.inference.weights import find_weights
 
     longest_race: float | Literal["run"] = "run" if race_seconds is None else race_seconds
     workers = WorkerOptions(replicas, on_ray)
     media_options = MediaOptions(quality, engine, longest_race, workers, overwrite, as_json)
+    if labels is not None or label_template is not None or (holds_media(texts) and output.suffix == RESULTS_SUFFIX):
+        refuse_options(query, task, max_latency_ms, tensor_parallel)
+        predict(model, texts, output, labels, label_template, media_options)
+        return
     if holds_media(texts):
         refuse_options(query, task, max_latency_ms, tensor_parallel)
         encode_media(model, texts, output, media_options)

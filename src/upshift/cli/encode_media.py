@@ -1,4 +1,5 @@
-"""Turn the images and sounds of ``upshift encode --input`` into rows, by the fastest engine that has the requested quality."""
+"""Turn the images and sounds of ``upshift encode --input`` into rows, by the fastest engine that has the requested quality, or
+into the results of the model's task."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def refuse_options(query: str | None, task: str | None, max_latency_ms: float | 
         ("--query", query), ("--task", task), ("--max-latency-ms", max_latency_ms), ("--tensor-parallel", tensor_parallel),
     ):  # fmt: skip
         if value is not None:
-            raise RequestError(f"{option} {value} is for models of texts, and this encodes images or sounds; leave it out")
+            raise RequestError(
+                f"{option} {value} is for vectors and scores of texts, and not for images, sounds or --labels; leave it out"
+            )
 
 
 def encode_media(model: str, path: Path, output: Path, options: MediaOptions) -> None:
@@ -86,17 +89,86 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     tables.out.print(f"{len(items):,} rows in {output} ({num_encoded:,} encoded now{rate})")
 
 
+def predict(model: str, path: Path, output: Path, labels: str | None, template: str | None, options: MediaOptions) -> None:
+    """Write the results of the model's task for the items of a folder, of JSON lines, or of a file of texts. Refuse bad items
+    before the model is loaded."""
+    from upshift.inference.encoding.files import check_texts
+    from upshift.inference.media.files import read_media
+    from upshift.inference.media.results import SUFFIX, check_files_folder
+    from upshift.inference.resumable_output import check_output
+
+    _refuse_race_options(options)
+    if not path.is_dir():
+        check_texts(path, "--input")
+    check_output(output, (SUFFIX,), path, overwrite=options.overwrite)
+    check_files_folder(output, overwrite=options.overwrite)
+    items = read_media(path)
+    with importing():
+        from upshift.inference.media.predict import Predictor, read_labels
+
+    with tables.step("Reading the model"):
+        predictor = Predictor(model, read_labels(labels, template))
+        predictor.check(items)
+    start = time.perf_counter()
+    num_new = _predict(predictor, path, items, output)
+    seconds = time.perf_counter() - start
+    if options.as_json:
+        document = {
+            "task": predictor.task, "items": len(items), "encoded": num_new, "seconds": seconds, "output": str(output),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    dim(f"A line: the result of transformers' pipeline {predictor.task} (by the model's class)")
+    rate = f", {num_new / seconds:,.1f} a second" if num_new and seconds else ""
+    tables.out.print(f"{len(items):,} results in {output} ({num_new:,} computed now{rate})")
+
+
+def _refuse_race_options(options: MediaOptions) -> None:
+    """Raise RequestError for an option of races, engines and workers that is set, because transformers alone computes."""
+    given = {
+        "--engine": None if options.engine == "torch" else options.engine,
+        "--race-seconds": None if options.race_seconds == "run" else options.race_seconds,
+        "--replicas": options.workers.replicas,
+        "--on-ray": options.workers.on_ray or None,
+    }
+    for option, value in given.items():
+        if value is not None:
+            raise RequestError(f"{option} {value} is for rows of numbers; transformers' pipeline alone computes these results")
+
+
+def _predict(predictor: Any, path: Path, items: list[Any], output: Path) -> int:
+    """Compute the results. Return the number computed now, without those that an earlier, interrupted run had done."""
+    from upshift.inference.media.results import ResultLines
+    from upshift.inference.resumable_output import read_blocks
+
+    lines = ResultLines(output, len(items), _identity(path, predictor.source, items, predictor.settings))
+    num_resumed = lines.done
+    with closing(lines), tables.bar("Computing") as update:
+        update(num_resumed, len(items))
+        for block in read_blocks(iter(items), size=LEAST_BLOCK, skip=num_resumed):
+            lines.add(block, predictor.predict(block))
+            update(lines.done, len(items))
+        lines.finish()
+    return int(lines.done - num_resumed)
+
+
+def _identity(path: Path, source: Any, items: list[Any], *by: str) -> str:
+    """Return a text that identifies the input, the model and the further texts ``by``."""
+    from upshift.inference.resumable_output import output_identity
+    from upshift.inference.weights import files_identity
+
+    files = files_identity(Path(item.content) for item in items if item.modality != "text")
+    return output_identity(path, source, *by, files, repr([item.content for item in items]))
+
+
 def _encode(encoder: Any, workers: Any, path: Path, items: list[Any], output: Path) -> int:
     """Encode the items. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows
     from upshift.inference.media.files import with_whole_paths
-    from upshift.inference.resumable_output import output_identity, read_blocks
-    from upshift.inference.weights import files_identity
+    from upshift.inference.resumable_output import read_blocks
 
-    files = files_identity(Path(item.content) for item in items if item.modality != "text")
-    texts = repr([item.content for item in items])
     setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
-    identity = output_identity(path, encoder.source, setup.to_json(), encoder.config.to_json(), files, texts)
+    identity = _identity(path, encoder.source, items, setup.to_json(), encoder.config.to_json())
     rows = Rows(output, len(items), identity)
     num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:

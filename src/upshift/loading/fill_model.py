@@ -7,17 +7,24 @@ or quantized, are made one group at a time.
 
 transformers draws missing weights at random and reports them in its log. Upshift does not compute with such weights: every
 command first compares the model with the files' headers, before it reads a weight.
+
+A pooler is not needed for the states of tokens, nor the mask vector of a speech model for its scores, so files may lack them.
+To find the weights that are needed, the model runs once without values. If its code looks at values, as Longformer's does, it
+runs on zeros, and each weight is a single zero that is repeated, so that the run needs no memory for weights.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -262,7 +269,7 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     coverage = measure_coverage(filling)
     name = type(filling.model).__name__
     missing = _without_new_head(coverage.missing, filling.model, source)
-    all_used = all_used and source.reward_head_on is None
+    all_used = all_used and source.new_head_on is None
     if missing and run is not None:
         missing = {weight: missing[weight] for weight in _weights_used_by(filling.model, list(missing), run)}
     unused = sum(coverage.unused.values())
@@ -288,9 +295,9 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
 
 def _without_new_head(missing: dict[str, int], model: PreTrainedModel, source: ModelSource) -> dict[str, int]:
     """Return the missing weights without those of a new reward head: the ones that the class of the files has not, either."""
-    if source.reward_head_on is None:
+    if source.new_head_on is None:
         return missing
-    files_class: Any = getattr(transformers, source.reward_head_on)
+    files_class: Any = getattr(transformers, source.new_head_on)
     with torch.device("meta"):
         of_files: PreTrainedModel = files_class(source.hf_config)
     names = {_name_in_base(name, of_files) for name in of_files.state_dict()}
@@ -331,17 +338,88 @@ def _shorten_list(names: dict[str, int]) -> str:
 
 
 def _weights_used_by(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
-    """Return those of the named weights that the answer of ``run`` depends on, by autograd on the meta device.
+    """Return those of the named weights of an empty model that the answer of ``run`` depends on.
 
-    Return all of them if the model does not run there."""
-    weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
-    buffers = [name for name in names if name not in weights]
-    try:
-        # With a fake mode, a mask that the model makes itself is fake, and transformers does not read its values.
-        with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
-            answer = run(model)
-        gradients = torch.autograd.grad(answer.sum(), list(weights.values()), allow_unused=True)
-    except Exception as error:  # any operator may reject tensors without values
-        logger.debug("which weights %s depends on is not known: %s", type(model).__name__, error)
-        return names
-    return buffers + [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+    Buffers and frozen parameters count as used, because no gradient shows their use. Return all names if the model runs neither
+    without values nor on zeros."""
+    for find_connected in (_connected_without_values, _connected_on_zeros):
+        try:
+            connected = find_connected(model, run)
+        except Exception as error:  # any operator may reject tensors without values, or zeros
+            logger.debug("which weights %s depends on is not known: %s", type(model).__name__, error)
+        else:
+            trained = {name for name, weight in _parameters(model) if weight.requires_grad}
+            return [name for name in names if name in connected or name not in trained]
+    return names
+
+
+def _connected_without_values(model: PreTrainedModel, run: Run) -> set[str]:
+    """Return the names of the parameters that autograd connects to the answer, on the meta device."""
+    # With a fake mode, a mask that the model makes itself is fake, and transformers does not read its values.
+    with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
+        return _connected(model, run(model))
+
+
+def _connected_on_zeros(model: PreTrainedModel, run: Run) -> set[str]:
+    """Return the names of the parameters that autograd connects to the answer of a copy on the CPU.
+
+    Zeros choose a way through the model. Other values may choose another expert or layer of the same kind, so a parameter whose
+    name differs only in numbers from that of a connected one is connected, too."""
+    zeros = _on_zeros(model)
+    with torch.enable_grad():
+        connected = _connected(zeros, run(zeros))
+    kinds = {_kind(name) for name in connected}
+    return {name for name, _ in _parameters(model) if _kind(name) in kinds}
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _connected(model: nn.Module, answer: Tensor) -> set[str]:
+    """Return the names of the parameters that are leaves of the answer's graph of gradients.
+
+    Raise RuntimeError if the answer has none, because the model computes it without gradients."""
+    if answer.grad_fn is None:
+        raise RuntimeError("the answer has no gradients")
+    names: dict[int, list[str]] = {}
+    for name, weight in _parameters(model):
+        names.setdefault(id(weight), []).append(name)
+    connected: set[str] = set()
+    nodes: list[Any] = [answer.grad_fn]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        connected.update(names.get(id(getattr(node, "variable", None)), ()))
+        above = {next_node for next_node, _ in getattr(node, "next_functions", ()) if next_node is not None} - seen
+        seen |= above
+        nodes += above
+    return connected
+
+
+def _on_zeros(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model on the CPU with real buffers. Each parameter is one zero, repeated to the parameter's shape."""
+    with _parameters_on_meta():
+        copied: PreTrainedModel = type(model)(copy.deepcopy(model.config)).eval()
+    for module in copied.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
+    return copied
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put each parameter that a module registers on the meta device, while the context is open. Buffers get their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        on_meta = None if weight is None else nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+        register(module, name, on_meta)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield

@@ -95,11 +95,13 @@ def load_source(
     progress: Progress | None = None,
     allow_missing: bool = False,
     run: Run | None = None,
+    all_used: bool = True,
 ) -> PreTrainedModel:
     """Return the model of a source. ``model_class``: None means the class that the config names.
 
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
-    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights."""
+    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights. ``all_used``: False if the
+    files may hold more than the model, such as a head."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
@@ -112,7 +114,7 @@ def load_source(
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
         if placement_options is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        can_miss = allow_missing or run is not None
+        can_miss = allow_missing or not all_used
         return _load_quantized(source, resolved_class, dtype, allow_missing=can_miss, progress=progress)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
@@ -126,7 +128,7 @@ def load_source(
     names = map_names(model, checkpoint.tensors, quantizer)
     filling = Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer)
     if not allow_missing:
-        check_coverage(filling, source, run=run, all_used=run is None)
+        check_coverage(filling, source, run=run, all_used=all_used)
     if placement_options is not None:
         finish = partial(finish_loading, filling, source)
         fill_and_dispatch(filling, checkpoint, placement_options, finish, progress)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
-from upshift.models.source import AdapterOptions, ModelSource
+from upshift.models.source import TASK_OF_HEAD, AdapterOptions, ModelSource
 from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,49 @@ def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
     model_class, _ = choose_class(config, source.reference)
     with explain_build_errors(repr(source.reference)), torch.device("meta"):
         model = build_model(config, model_class, dtype=torch.float32)
-        _check_names({path: module for path, module in model.named_modules(remove_duplicate=False) if path}, source, options)
-        _warn_of_tied_copies(model, options)
+        check_names_in(model, source, options)
         complete_model(model, source)
+
+
+def check_names_in(model: PreTrainedModel, source: ModelSource, options: AdapterOptions) -> None:
+    """Raise RequestError if a model lacks a module that the options name, or if peft trains it in another way than they say."""
+    _check_names({path: module for path, module in model.named_modules(remove_duplicate=False) if path}, source, options)
+    _warn_of_tied_copies(model, options)
+
+
+def train_head_whole(adapter: dict[str, Any], model: PreTrainedModel, new_weights: Collection[str]) -> dict[str, Any]:
+    """Return a peft config that also trains, and saves, the modules of a head that the model's files lack.
+
+    ``new_weights``: the names of the weights of that head, which are random. Raise RequestError if peft cannot train them."""
+    modules = _modules_of(model, new_weights)
+    saved = {*modules, *(adapter.get("modules_to_save") or ())}
+    task = next((task for suffix, task in TASK_OF_HEAD.items() if type(model).__name__.endswith(suffix)), None)
+    return adapter | {"modules_to_save": sorted(saved), "task_type": task}
+
+
+def _modules_of(model: PreTrainedModel, weights: Collection[str]) -> list[str]:
+    """Return the paths of the largest modules whose parameters are all among the named weights.
+
+    Raise RequestError for a weight in no such module, and if peft, which looks at the end of a path, would train others, too."""
+    paths: list[str] = []
+    others: list[str] = []
+    for path, module in model.named_modules():
+        names = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if not path or any(path.startswith(f"{parent}.") for parent in paths):
+            continue
+        if names and names <= set(weights) and not isinstance(module, CONTAINERS):
+            paths.append(path)
+        else:
+            others.append(path)
+    alone = next((name for name in weights if not any(name.startswith(f"{path}.") for path in paths)), None)
+    also = next((path for path in others if any(_is_saved(path, name) for name in paths)), None)
+    if alone is not None or also is not None:
+        reason = f"{alone} is in no module of its own" if also is None else f"{also} would be trained whole, too"
+        raise RequestError(
+            f"peft cannot train the new head of {type(model).__name__} beside LoRA: {reason}; train the whole model: leave "
+            "--lora-rank out"
+        )
+    return paths
 
 
 def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: AdapterOptions) -> None:

@@ -33,6 +33,8 @@ ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_
 ADAPTER_INITIAL = "init_lora_weights"  # some of its schemes need the real weights or data, and no plan depends on them
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+HEAD_FILE = "adapter_head.json"  # beside an adapter: the class and the labels of the model around which it was trained
+HEAD_FIELDS = ("architectures", "id2label", "label2id", "problem_type", "pad_token_id")  # of config.json
 TASK_OF_HEAD = {  # with the task, peft trains such a head whole next to the adapter
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
@@ -239,8 +241,9 @@ class ModelSource(Value):
     # No plan changes these two dtypes of the model inside an adapter.
     base_dtype: BaseDtype = "float32"
     quantized_from: QuantizedFrom | None = None  # dtype of the 4-bit weights before they were quantized; None: no such weights
-    # The class of the files, if they lack the reward head of the config, which is new and random. None: they have the model.
-    reward_head_on: str | None = None
+    # The class of the files, if they lack the head of the config: it is new and random, or the adapter has it. None: they have
+    # the whole model.
+    new_head_on: str | None = None
 
     @field_validator("config", mode="before")
     @classmethod
@@ -354,7 +357,26 @@ def _read_adapter(directory: Path) -> ModelSource:
     if isinstance(settings.get(ADAPTER_INITIAL), str):
         settings[ADAPTER_INITIAL] = True
     weights = directory if (directory / ADAPTER_WEIGHTS).is_file() else None
+    source = with_adapter_head(source, directory)
     return _attach_adapter(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), settings)
+
+
+def with_adapter_head(source: ModelSource, adapter: Path) -> ModelSource:
+    """Return the source with the class and the labels that an adapter's folder names, because the adapter holds the head.
+
+    Return it unchanged if the folder names none."""
+    if not (adapter / HEAD_FILE).is_file():
+        return source
+    document = _read_json(adapter / HEAD_FILE)
+    head = {name: document[name] for name in HEAD_FIELDS if name in document}
+    old_class, *_ = source.config.get("architectures") or [None]
+    has_other_class = old_class not in head.get("architectures", [old_class])
+    has_other_head = has_other_class or _num_labels(head) != _num_labels(source.config)
+    return source.changed(config=source.config | head, new_head_on=old_class if has_other_head else None)
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    return len(config.get("id2label") or "01")  # a config leaves out two labels without names
 
 
 def find_model_to_train(reference: str, options: AdapterOptions | None = None, *, has_reward_head: bool = False) -> ModelSource:
@@ -416,21 +438,21 @@ def _with_reward_head(source: ModelSource) -> ModelSource:
     classifier = choose_text_classifier(config, source.reference, purpose="--objective reward")
     return source.changed(
         config=source.config | {"architectures": [classifier.__name__], **ONE_LABEL},
-        reward_head_on=architecture.model_class.__name__,
+        new_head_on=architecture.model_class.__name__,
     )
 
 
 def source_of_files(source: ModelSource) -> ModelSource:
     """Return the source of the files in the directory of ``source``: without an adapter, and quantized as they are.
 
-    A new reward head stays."""
+    A new head stays."""
     if source.adapter is None and source.quantized_from is None:
         return source
     stored = find_model(str(source.directory))
-    if source.reward_head_on is None:
+    if source.new_head_on is None:
         return stored
-    head = {name: source.config[name] for name in ("architectures", *ONE_LABEL)}
-    return stored.changed(config=stored.config | head, reward_head_on=source.reward_head_on)
+    head = {name: source.config[name] for name in HEAD_FIELDS if name in source.config}
+    return stored.changed(config=stored.config | head, new_head_on=source.new_head_on)
 
 
 def _check_not_quantized(source: ModelSource) -> None:

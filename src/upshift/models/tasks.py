@@ -14,6 +14,7 @@ from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.profile import Objective
 
 Output = Literal["text", "token scores", "label", "token labels", "span", "vector", "boxes", "mask", "depth", "similarity"]
+HEAD_OUTPUTS: tuple[Output, ...] = ("label", "token labels", "span", "boxes", "mask")  # of a head that is trained for the task
 Preprocessor = Literal["AutoTokenizer", "AutoImageProcessor", "AutoFeatureExtractor", "AutoVideoProcessor", "AutoProcessor"]
 
 
@@ -27,6 +28,7 @@ class ModelTask(NamedTuple):
     output: Output
     objective: Objective | None = None  # the loss that Upshift trains; None: it trains none
     peft_type: str = ""  # peft's name of the task
+    predicts: Literal["", "own labels", "given labels"] = ""  # whether `upshift encode` gives the results of its pipeline
     trained_on: str = ""  # what `upshift train` trains its models on without a plan of its own; empty: on nothing
 
     @property
@@ -72,6 +74,7 @@ TASKS = (
         "AutoImageProcessor",
         "label",
         "image-classification",
+        predicts="own labels",
     ),
     ModelTask(
         "text-classification",
@@ -135,6 +138,7 @@ TASKS = (
         "AutoFeatureExtractor",
         "label",
         trained_on="sounds with labels",
+        predicts="own labels",
     ),
     ModelTask(
         "video-classification",
@@ -150,6 +154,7 @@ TASKS = (
         "AutoImageProcessor",
         "boxes",
         trained_on="images with boxes",
+        predicts="own labels",
     ),
     ModelTask(
         "zero-shot-object-detection",
@@ -157,6 +162,7 @@ TASKS = (
         "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES",
         "AutoProcessor",
         "boxes",
+        predicts="given labels",
     ),
     ModelTask(
         "image-segmentation",
@@ -164,6 +170,7 @@ TASKS = (
         "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
         "AutoImageProcessor",
         "mask",
+        predicts="own labels",
     ),
     ModelTask(
         "image-segmentation",
@@ -171,6 +178,7 @@ TASKS = (
         "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
         "AutoImageProcessor",
         "mask",
+        predicts="own labels",
     ),
     ModelTask(
         "mask-generation", "AutoModelForMaskGeneration", "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES", "AutoProcessor", "mask"
@@ -181,6 +189,7 @@ TASKS = (
         "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
         "AutoImageProcessor",
         "depth",
+        predicts="own labels",
     ),
     ModelTask(
         "zero-shot-image-classification",
@@ -188,6 +197,7 @@ TASKS = (
         "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
         "AutoProcessor",
         "similarity",
+        predicts="given labels",
     ),
     ModelTask(
         "document-question-answering",

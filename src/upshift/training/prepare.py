@@ -283,7 +283,7 @@ def _load_weights(
     if source.quantized_from is None and "quantization_config" not in source_of_files(source).config:
         return load_source(source_of_files(source), dtype=dtype, model_class=model_class)
     arguments = _quantization_arguments(source)
-    if source.reward_head_on is not None:
+    if source.new_head_on is not None:
         arguments["config"] = source_of_files(source).hf_config
     loaded: Any = model_class.from_pretrained(  # with information about the loading, which its type does not include
         source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **arguments

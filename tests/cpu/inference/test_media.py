@@ -228,9 +228,9 @@ def test_bad_images_are_refused(tmp_path: Path, upshift: Command) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--query", "a"], "--query a is for models of texts"),
-        (["--task", "query"], "--task query is for models of texts"),
-        (["--max-latency-ms", "5"], "--max-latency-ms 5.0 is for models of texts"),
+        (["--query", "a"], "--query a is for vectors and scores of texts"),
+        (["--task", "query"], "--task query is for vectors and scores of texts"),
+        (["--max-latency-ms", "5"], "--max-latency-ms 5.0 is for vectors and scores of texts"),
     ],
 )
 def test_options_of_texts_are_refused(options: list[str], words: str, tmp_path: Path, upshift: Command) -> None:

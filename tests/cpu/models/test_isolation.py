@@ -271,14 +271,15 @@ def test_what_is_not_the_same_token_by_token_is_seen(config, architecture, words
     assert words in found.by_token and bool(words) == bool(found.by_token)
 
 
-def test_a_loss_that_is_not_of_next_tokens_is_refused(tmp_path):
-    """XLNet's class, and CPM-Ant's, leave it to the user to shift the labels."""
+def test_next_tokens_are_not_learned_by_a_model_that_has_seen_them(tmp_path):
+    """XLNet's class, and CPM-Ant's, read ahead without a mask of the user's own, and leave it to the user to shift the labels."""
     small = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "vocab_size": 96}
     source = source_of(tmp_path / "own", "XLNetConfig", "XLNetLMHeadModel", small)
     assert not isolation_of(source).loss_shifts
-    with pytest.raises(RequestError, match="XLNetLMHeadModel compares a label with the output of the label's own place"):
+    with pytest.raises(RequestError, match="a token of XLNetLMHeadModel also reads the tokens behind it"):
         find_objective(source)
-    assert isolation_of(source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)).loss_shifts
+    source = source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)
+    assert isolation_of(source).loss_shifts and find_objective(source).loss_shifts
 
 
 def test_reasons_name_the_kernel():
@@ -368,3 +369,4 @@ def test_longer_texts_are_not_packed(host: Host, tmp_path: Path) -> None:
     shared = plan_of(num_processes=2, layout=Layout(context_parallel=2))
     assert why_not_isolated(whole, shared, longest=30) is None
     assert "context_parallel=1" in str(why_not_isolated(whole, shared))
+    assert "a loss that shifts the labels itself" in str(why_not_isolated(Isolation(proven=True, loss_shifts=False), shared))

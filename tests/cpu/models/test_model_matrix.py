@@ -17,6 +17,7 @@ from upshift.hardware import describe
 
 SAMPLE = {  # the cells that are not ok, in words that say why
     "causal gpt2": {}, "causal llama": {}, "causal opt": {"packed": "refused"}, "causal xglm": {"packed": "refused"},
+    "causal bart": {"packed": "refused"},  # its labels are shifted by the rows
     "masked bert": {"packed": "refused", "generate": "refused"}, "seq2seq bart": {"packed": "refused"},
 }  # fmt: skip
 UNTRACED = {"inspect", "plan"}  # tested by test_profile.py and test_architectures.py, and slow

@@ -40,9 +40,9 @@ def write_rows(file: Path, *rows: Any) -> Path:
     return file
 
 
-def train(model: Path, data: Path, output: Path, *, rows: int, **options: Any) -> list[float]:
+def train(model: Path, data: Path, output: Path, *, rows: int, rate: float = RATE, **options: Any) -> list[float]:
     """The losses of a run whose steps each have all rows."""
-    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    arguments = {"max_steps": STEPS, "learning_rate": rate, "lr_scheduler_type": "constant"}
     options = {"eval_size": 0, **options}
     record = upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, **options)
     assert record is not None

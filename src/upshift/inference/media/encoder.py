@@ -10,7 +10,7 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
 from upshift.inference.media.files import FORMS, MODALITIES
-from upshift.inference.media.model import MediaInputs, read_media_config
+from upshift.inference.media.model import MediaInputs, check_weights, read_media_config
 from upshift.inference.media.run import MediaEncoding
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
@@ -56,6 +56,7 @@ class MediaEncoder:
         self.host = computing_host(stored_for(self.source))
         self._engine = check_requested_engine("media", self.source, engine, self.host)
         self.config = read_media_config(self.source)
+        check_weights(self.source, self.config)
         self.inputs = MediaInputs(self.source)
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)

@@ -6,6 +6,7 @@ CLAP), the scores of a classifier, the pooled output of an encoder, or else the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from upshift.errors import RequestError
 from upshift.inference.media.files import MODALITIES
 from upshift.inference.weights import stored_for
-from upshift.loading.load import load_source
+from upshift.loading.fill_model import Run, check_files
+from upshift.loading.load import build_empty_model, load_source
 from upshift.loading.media_files import MediaItem, Modality, read_image, read_sound_at
 from upshift.models.build import find_architecture
 from upshift.models.source import ModelSource
@@ -23,6 +25,7 @@ from upshift.text import one_line
 from upshift.value import Value
 
 Kind = Literal["features", "class scores", "pooled output"]
+SAMPLE_SIDE = 64  # pixels
 CLASSIFICATION_TASKS = ("image-classification", "audio-classification")
 METHODS: dict[Modality, str] = {"image": "get_image_features", "audio": "get_audio_features", "text": "get_text_features"}
 PROCESSORS: dict[Modality, str] = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor", "text": "AutoProcessor"}
@@ -70,11 +73,34 @@ def _is_bare(model: Any) -> bool:
     return type(model).__name__ in FEATURES.class_names
 
 
-def load_model(source: ModelSource) -> Any:
-    """Return the model of its own class in fp32, or as it is quantized."""
+def load_model(source: ModelSource, run: Run | None = None) -> Any:
+    """Return the model of its own class in fp32, or as it is quantized.
+
+    Raise RequestError if the files lack a weight that the answer of ``run`` depends on. None: that is any weight."""
     model_class = find_architecture(source.hf_config, source.reference).model_class
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
-    return load_source(source, dtype=dtype, model_class=model_class).eval()
+    return load_source(source, dtype=dtype, model_class=model_class, run=run).eval()
+
+
+def load_encoder(source: ModelSource, config: MediaConfig) -> Any:
+    """Return the model. Raise RequestError if the files lack a weight that its rows depend on."""
+    return load_model(source, partial(_encode_samples, config, MediaInputs(source)))
+
+
+def check_weights(source: ModelSource, config: MediaConfig) -> None:
+    """Raise RequestError if the files lack a weight that the rows depend on. Only the headers of the files are read."""
+    if stored_for(source) is None:  # other weights have a format that only one engine reads
+        check_files(source, build_empty_model(source), run=partial(_encode_samples, config, MediaInputs(source)))
+
+
+def _encode_samples(config: MediaConfig, inputs: MediaInputs, model: torch.nn.Module) -> torch.Tensor:
+    """Return the sum of the rows of an empty item of each modality that the model reads."""
+    sums = []
+    for modality in config.modalities:
+        arrays = inputs.sample(modality)
+        tensors = [torch.from_numpy(array).to(next(model.parameters()).device) for array in arrays.values()]
+        sums.append(MediaForward(model, config, modality, tuple(arrays)).eval()(*tensors).sum())
+    return torch.stack(sums).sum()
 
 
 class MediaForward(torch.nn.Module):
@@ -136,12 +162,26 @@ class MediaInputs:
 
     def arrays(self, item: MediaItem) -> dict[str, np.ndarray]:
         """Return the model's inputs for one item, each [1, ...]. Raise RequestError if its file cannot be read."""
-        processor = self.processor(item.modality)
         if item.modality == "image":
-            inputs = processor(images=[read_image(item)], return_tensors="np")
-        elif item.modality == "audio":
-            sound = read_sound_at(item, processor.sampling_rate)
-            inputs = processor([sound.samples], sampling_rate=sound.rate, return_tensors="np")
+            return self._arrays("image", read_image(item))
+        if item.modality == "audio":
+            return self._arrays("audio", read_sound_at(item, self.processor("audio").sampling_rate).samples)
+        return self._arrays("text", item.content)
+
+    def sample(self, modality: Modality) -> dict[str, np.ndarray]:
+        """Return the model's inputs for a black image, a second of silence, or a text of one letter, each [1, ...]."""
+        if modality == "image":
+            return self._arrays("image", np.zeros((SAMPLE_SIDE, SAMPLE_SIDE, 3), dtype=np.uint8))
+        if modality == "audio":
+            return self._arrays("audio", np.zeros(self.processor("audio").sampling_rate, dtype=np.float32))
+        return self._arrays("text", "a")
+
+    def _arrays(self, modality: Modality, content: Any) -> dict[str, np.ndarray]:
+        processor = self.processor(modality)
+        if modality == "image":
+            inputs = processor(images=[content], return_tensors="np")
+        elif modality == "audio":
+            inputs = processor([content], sampling_rate=processor.sampling_rate, return_tensors="np")
         else:
-            inputs = processor(text=[item.content], return_tensors="np", truncation=True)
+            inputs = processor(text=[content], return_tensors="np", truncation=True)
         return {name: np.asarray(value) for name, value in inputs.items()}

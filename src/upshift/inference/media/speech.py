@@ -100,7 +100,8 @@ class Transcriber:
     def transcribe(self, items: Sequence[MediaItem]) -> Iterator[Transcript]:
         """Yield the transcript of each sound, in order."""
         if self._model is None:
-            self._model = load_model(self.source).to("cpu" if self.host.gpu is None else "cuda")
+            model = load_model(self.source, None if self._writes else self._score_sample)
+            self._model = model.to("cpu" if self.host.gpu is None else "cuda")
         read = ((item, self._features(item)) for item in items)
         for _, group in groupby(read, key=lambda pair: _sizes(pair[1])):
             while batch := list(islice(group, BATCH)):
@@ -112,6 +113,13 @@ class Transcriber:
     def write_down(self, items: Sequence[MediaItem]) -> list[Transcript]:
         """Return the transcript of each sound, in order."""
         return list(self.transcribe(items))
+
+    def _score_sample(self, model: torch.nn.Module) -> torch.Tensor:
+        """Return the scores of a second of silence."""
+        arrays = self._inputs.sample("audio")
+        device = next(model.parameters()).device
+        scores: torch.Tensor = model(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()}).logits
+        return scores
 
     def _features(self, item: MediaItem) -> dict[str, torch.Tensor]:
         """Return the model's inputs for a sound, each [1, ...]. Those of a sound beyond the window are not cut."""

@@ -31,7 +31,7 @@ from upshift.loading.key_mapping import Group, NameMapping, convert_group, fille
 from upshift.loading.load import build_empty, resolve_class
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.config import config_text
-from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
+from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model, with_adapter_head
 from upshift.models.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {source.reference!r} are quantized; name what they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
+    files_class = source.config.get("architectures")
+    source = with_adapter_head(source, folder)
     model = _build_empty(source, lora, checkpoint, folder)
-    merged = _merge_tensors(model, lora, folder, _without_old_head(checkpoint, model, source))
+    merged = _merge_tensors(model, lora, folder, _without_old_head(checkpoint, model, files_class))
     copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER_PREFIXES)}
     config = copies.pop(CONFIG)
     job = Rewrite(
@@ -190,9 +192,9 @@ def _config_names_generator(config: PretrainedConfig, source: ModelSource, auto_
     return auto_class in generating and bool(config.architectures) and resolve_class(config, source).can_generate()
 
 
-def _without_old_head(checkpoint: Checkpoint, model: PreTrainedModel, source: ModelSource) -> Checkpoint:
+def _without_old_head(checkpoint: Checkpoint, model: PreTrainedModel, files_class: list[str] | None) -> Checkpoint:
     """Return the checkpoint without the tensors that the adapter's class does not use, if the files are of another class."""
-    if type(model).__name__ in (source.config.get("architectures") or ()):
+    if type(model).__name__ in (files_class or ()):
         return checkpoint
     used = {name for group in map_names(model, checkpoint.tensors).groups for _, name in group.sources}
     return replace(checkpoint, tensors={name: tensor for name, tensor in checkpoint.tensors.items() if name in used})

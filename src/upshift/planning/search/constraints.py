@@ -374,6 +374,9 @@ def why_not_isolated(isolation: Isolation, plan: Plan, *, longest: int | None = 
         reason = isolation.why_not_packed(plan.attention) or too_long
         if reason is not None:
             return f"packing=True with attention={plan.attention} would change what is learned: {reason}; use packing=False"
+    if not isolation.loss_shifts and plan.layout.context_parallel > 1:
+        degree = plan.layout.context_parallel
+        return f"context_parallel={degree} needs a loss that shifts the labels itself; use context_parallel=1"
     if too_long is not None and plan.layout.context_parallel > 1:
         degree = plan.layout.context_parallel
         return f"with context_parallel={degree} no rank has all positions of a text: {too_long}; use context_parallel=1"

@@ -32,7 +32,7 @@ class MicroBatch:
 
     arrays: Mapping[str, NDArray[Any]]  # the model's keyword arguments
     sequence_ids: Ids  # of the sequences in it; empty for a stand-in that only keeps ranks in step
-    num_label_tokens: int  # labels that count, for causal-lm after the model shifts them; pairs, where pairs are compared
+    num_label_tokens: int  # labels that count, for causal-lm after they are shifted; pairs, where pairs are compared
     num_tokens: int  # real tokens, without padding
     # Of pairs, whose rows follow each other: the log-probability of each row's labels by the model before the training.
     reference: NDArray[np.float32] | None = None
@@ -87,7 +87,7 @@ def fill_micro_batch(
 ) -> MicroBatch:
     """Return the micro-batch of a row group, whose rows hold ids of ``sequences``."""
     if objective.kind == "causal-lm":
-        micro_batch = replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
+        micro_batch = replace(_fill_causal(group, sequences, layout, objective), can_be_split=objective.loss_splits)
         if objective.has_ratings:
             micro_batch = _with_ratings(micro_batch, sequences)
         return _with_reference(micro_batch, sequences) if objective.has_pairs else micro_batch
@@ -115,8 +115,8 @@ def fill_micro_batch(
     )
 
 
-def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> MicroBatch:
-    """Fill rows of one or several sequences. The model shifts the labels."""
+def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
+    """Fill rows of one or several sequences. The labels are shifted here if the model does not shift them."""
     shape = (max(layout.rows_together, len(group.rows)), group.width)
     # A real token, not the padding token: its embedding is 0, and a norm of it has no finite gradient (Gemma 3n).
     input_ids = np.full(shape, sequences.tokens[0], np.int64)
@@ -138,6 +138,8 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
             filled = end
         if position_ids is not None:
             position_ids[row, filled:] = count[: group.width - filled]
+    if not objective.loss_shifts:
+        labels = np.concatenate([labels[:, 1:], np.full((len(labels), 1), IGNORED)], axis=1)
     ids = np.array([member for members in group.rows for member in members], np.int64)
     lengths = sequences.lengths[ids]
     mask = _attention_mask(lengths, group.width) if layout.mask_padding and not layout.packing else None

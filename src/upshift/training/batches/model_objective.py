@@ -35,9 +35,9 @@ def find_objective(source: ModelSource, *, tokenizer: Any = None, has_rewards: b
             f"{source.reference!r} cannot be trained on labels alone: {model_class.__name__} does not make the decoder's inputs "
             "from them; use transformers.Trainer with decoder_input_ids"
         )
-    if not isolation.loss_shifts:
+    if not isolation.loss_shifts and (isolation.reads_ahead or not isolation.proven):
         raise RequestError(
-            f"{source.reference!r} cannot be trained on next tokens: the loss of {model_class.__name__} compares a label with "
-            "the output of the label's own place; use transformers.Trainer with labels that you have shifted"
+            f"{source.reference!r} cannot be trained on next tokens: a token of {model_class.__name__} also reads the tokens "
+            "behind it, so that it has seen the next one; use transformers.Trainer with inputs and labels of your own"
         )
-    return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits)
+    return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits, loss_shifts=isolation.loss_shifts)

@@ -26,7 +26,8 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of, read_into
 from upshift.models.adapter import base_of
-from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS
+from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, HEAD_FIELDS, HEAD_FILE
+from upshift.models.tasks import HEAD_OUTPUTS, tasks_of
 from upshift.training.checkpoint.directory import check_room, file_sizes, replace_text, sync_tree, writing
 from upshift.training.checkpoint.optimizer import plain_name
 from upshift.units import MIB
@@ -56,8 +57,14 @@ def _name_prefixes(name: str) -> list[str]:
 
 
 def write_adapter(directory: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write the adapter of a model. ``weights`` is the result of ``saved_state``, or a copy of it."""
+    """Write the adapter of a model, and the class and labels of its head. ``weights`` is the result of ``saved_state``, or a copy
+    of it."""
     model.save_pretrained(directory, state_dict=weights, save_embedding_layers=False)
+    base = base_of(model)
+    if any(task.output in HEAD_OUTPUTS for task in tasks_of(type(base).__name__)):
+        fields = {**base.config.to_dict(), "architectures": [type(base).__name__]}
+        head = {name: fields[name] for name in HEAD_FIELDS if fields.get(name) is not None}
+        (directory / HEAD_FILE).write_text(json.dumps(head, indent=2), encoding="utf-8")
 
 
 def read_adapter(directory: Path, model: Any) -> None:

@@ -182,6 +182,11 @@ def _check_objective(options: DataOptions, objective: Objective, source: ModelSo
             f"--objective {name} is for causal language models, and {source.reference!r} is of the kind {objective.kind}; leave "
             "it out, or use a causal language model"
         )
+    if objective.kind == "causal-lm" and not objective.loss_shifts:
+        raise RequestError(
+            f"--objective {name} compares losses of next tokens, and the loss of {source.reference!r} compares a label with the "
+            "output of the label's own place; use another model"
+        )
     if objective.padding == "none":
         raise RequestError(
             f"--objective {name} pads two answers to one length, and padding changes the results of {source.reference!r}; use "
@@ -320,8 +325,8 @@ def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> 
     """Tell the user what the rows are, what is learned of them, and that a head is new."""
     for part in corpus.parts or (corpus,):
         say_once(_describe_chats(part, options))
-    if source.reward_head_on is not None:
-        say_once(f"{source.reference} is a {source.reward_head_on}; it gets a new reward head, whose weights are random")
+    if source.new_head_on is not None:
+        say_once(f"{source.reference} is a {source.new_head_on}; it gets a new reward head, whose weights are random")
 
 
 LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant

@@ -26,7 +26,7 @@ from upshift.hardware.detect import detect
 from upshift.importing import quiet_logger
 from upshift.loading.load import load_source
 from upshift.loading.output_lock import claimed
-from upshift.models.adapter import base_of, complete_model, name_base
+from upshift.models.adapter import base_of, check_names_in, complete_model, name_base, train_head_whole
 from upshift.models.build import build_model, name_padding
 from upshift.models.config import padding_of
 from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
@@ -209,23 +209,27 @@ def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, reques
     torch.manual_seed(request.arguments.seed)
     stored = source_of_files(source)
     head = data.new_head
-    if head is not None and source.adapter is not None:
+    new_weights: set[str] = set()
+    if head is not None and source.adapter_directory is not None:
         raise RequestError(
-            f"the labels of {request.data} need a new head, which an adapter does not hold; train the whole model, or give a "
-            "model with such a head"
+            f"the labels of {request.data} need a new head, and {source.reference!r} has one for its own labels; give the model "
+            f"that it was made for ({source.base_reference!r}), with --lora-rank"
         )
     if head is not None:
         stored = stored.changed(config=stored.config | head.changes_of(task.model_class.__name__))
     dtype = getattr(torch, source.base_dtype) if source.adapter is not None else torch.float32
     if request.from_config:
         model: Any = build_model(stored.hf_config, task.model_class, dtype=dtype)
-    elif head is not None:
-        model = _with_new_head(stored, task, dtype)
+    elif head is not None or source.new_head_on is not None:
+        model, new_weights = _with_new_head(stored, task, dtype)
     else:
         model = load_source(stored, dtype=dtype, model_class=task.model_class)
     name_padding_of(model, data)
     if source.adapter is None:
         return model.train()  # type: ignore[no-any-return]
+    check_names_in(model, source, request)
+    if head is not None:
+        source = source.changed(adapter=train_head_whole(source.adapter, model, new_weights))
     complete = complete_model(model, _adapter_beside_images(source, model))
     name_base(complete, source)
     if source.adapter_directory is not None:
@@ -240,8 +244,8 @@ def name_padding_of(model: Any, data: TaskData) -> None:
         name_padding(model.config, tokenizer.pad_token_id)
 
 
-def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> Any:
-    """Return the classifier with the weights of the files below a new head, whose weights are random."""
+def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> tuple[Any, set[str]]:
+    """Return the classifier with the weights of the files below a new head, and the names of the head's weights: random ones."""
     loader: Any = task.model_class
     with quiet_logger("transformers"):  # it would list the head that is new
         model, report = loader.from_pretrained(
@@ -253,11 +257,12 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
             output_loading_info=True,
         )
     other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
-    below = (name for name in sorted({*report["missing_keys"], *other_sizes}) if name.startswith(f"{model.base_model_prefix}."))
+    new_weights = {*report["missing_keys"], *other_sizes}
+    below = (name for name in sorted(new_weights) if name.startswith(f"{model.base_model_prefix}."))
     lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
     if lacking is not None:
         raise RequestError(f"the files of {stored.reference!r} lack {lacking} of {loader.__name__}; save the whole model")
-    return model
+    return model, new_weights
 
 
 def _adapter_beside_images(source: ModelSource, model: Any) -> ModelSource:

@@ -73,8 +73,9 @@ def load_forward(source: ModelSource, config: EncodingConfig) -> Any:
     from upshift.loading.load import load_source
 
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
-    forward_once = partial(_encode_two_tokens, config) if gives_states(config) else None
-    model = load_source(source, dtype=dtype, model_class=model_class(source, config), run=forward_once)
+    forward_once = partial(_encode_two_tokens, config)
+    all_used = not gives_states(config)
+    model = load_source(source, dtype=dtype, model_class=model_class(source, config), run=forward_once, all_used=all_used)
     return _forward_module(model, config)
 
 
@@ -100,9 +101,8 @@ def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
 
     if stored_for(source) is not None:  # a format that only one engine reads
         return
-    embeds = gives_states(config)
     model = build_empty_encoder(source, config)
-    check_files(source, model, run=partial(_encode_two_tokens, config) if embeds else None, all_used=not embeds)
+    check_files(source, model, run=partial(_encode_two_tokens, config), all_used=not gives_states(config))
 
 
 def model_class(source: ModelSource, encoding_config: EncodingConfig) -> Any:
@@ -167,12 +167,13 @@ def export_folder(source: ModelSource, config: EncodingConfig, engine: EngineNam
 
 
 def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
-    """Return the token states of a text of two tokens."""
+    """Return the states, scores or weights of a text of two tokens."""
     import torch
 
     device = next(model.parameters()).device
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
-    return _forward_module(model, config)(ids, None)  # without a mask: its values would be read, and the meta device has none
+    segments = [ids] if config.segments else []
+    return _forward_module(model, config)(ids, None, *segments)  # without a mask: the meta device has no values to read
 
 
 class Batch(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.model import MediaForward, load_model
+from upshift.inference.media.model import MediaForward, load_encoder
 from upshift.inference.openvino_runtime import core, make_model_file
 from upshift.loading.media_files import Modality
 
@@ -37,7 +37,9 @@ class OpenVinoMediaEngine:
         def export() -> Any:
             import openvino
 
-            forward = MediaForward(load_model(self.build.source), self.build.config, modality, tuple(arrays)).eval()
+            forward = MediaForward(
+                load_encoder(self.build.source, self.build.config), self.build.config, modality, tuple(arrays)
+            ).eval()
             example = tuple(map(torch.from_numpy, arrays.values()))
             shapes = [[-1, *array.shape[1:]] for array in arrays.values()]
             with torch.no_grad():

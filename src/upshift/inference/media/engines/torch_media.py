@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from upshift.inference.media.engines.base import Arrays, MediaBuild
-from upshift.inference.media.model import MediaForward, load_model
+from upshift.inference.media.model import MediaForward, load_encoder
 from upshift.inference.torch_settings import DTYPES, inference_settings
 from upshift.loading.media_files import Modality
 
@@ -17,7 +17,7 @@ class TorchMediaEngine:
     def __init__(self, build: MediaBuild) -> None:
         self.build = build
         self.dtype = DTYPES.get(build.setup.precision)
-        self.model = load_model(build.source).to(build.setup.device, self.dtype)
+        self.model = load_encoder(build.source, build.config).to(build.setup.device, self.dtype)
 
     def rows(self, modality: Modality, arrays: Arrays) -> np.ndarray:
         forward = MediaForward(self.model, self.build.config, modality, tuple(arrays)).eval()
