@@ -83,11 +83,14 @@ def show(
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
     from upshift.models.source import find_model_to_train
+    from upshift.training.data.corpus import check_paths
+
+    source = find_model_to_train(model, has_reward_head=options.has_reward_head)
+    check_paths(data)  # before the imports, which take seconds
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
     from upshift.training.tasks.prepare import find_task_model
 
-    source = find_model_to_train(model, has_reward_head=options.has_reward_head)
     task = find_task_model(source, data, options)
     if task is not None:
         _show_task(source, task, data, options, sequence_length=sequence_length, rows=rows)

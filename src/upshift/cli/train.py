@@ -349,6 +349,7 @@ def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
         return
+    _check_inputs(request)
     with importing():
         from upshift.training.run import run_training
 
@@ -356,6 +357,24 @@ def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
+
+
+def _check_inputs(request: TrainRequest) -> None:
+    """Raise RequestError for a model, data or an output folder that cannot be used.
+
+    The run checks the same. Here it is checked first because the run imports torch, which takes seconds. Of several ranks, only
+    the run checks: the first rank says it for all."""
+    if read_ranks() is not None:
+        return
+    from upshift.training.checkpoint.directory import check_empty
+    from upshift.training.data.corpus import check_paths
+
+    request.source()
+    for data in (request.data, request.eval_data):
+        if data is not None:
+            check_paths(data)
+    if not (request.overwrite or request.resume):
+        check_empty(request.output)
 
 
 NAME = "upshift train"
