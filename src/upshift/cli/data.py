@@ -13,8 +13,8 @@ from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    DATA_TEXT,
     ChatTemplateOption,
+    Data,
     DataFormat,
     EvalSizeOption,
     LongRowsOption,
@@ -41,7 +41,6 @@ app = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
     epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records",
 )  # fmt: skip
-Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 Output = Annotated[
     str,
     option("--output", "-o", text="A new folder: a local path, or gs://bucket/folder.", panel=Panel.OUTPUT, metavar="PATH"),

@@ -14,9 +14,9 @@ from rich.table import Table
 from upshift.cli import tables
 from upshift.cli import train as train_command
 from upshift.cli.options import (
-    DATA_TEXT,
     Allow,
     ChatTemplateOption,
+    Data,
     DataFormat,
     Epochs,
     EvalSizeOption,
@@ -50,7 +50,6 @@ from upshift.units import format_seconds
 from upshift.versions import installed_version
 
 ROWS = 10  # of trials that ended, in the live table
-Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 Space = Annotated[
     Path,
     option(

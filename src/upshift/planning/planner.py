@@ -359,10 +359,12 @@ def plan(
     """
     workload = Workload.from_fields(
         {
-            "sequence_length": sequence_length, "global_batch": global_batch, "allow": check_allow(allow),
+            "sequence_length": sequence_length,
+            "global_batch": global_batch,
+            "allow": check_allow(allow),
             "total_steps": total_steps,
         }
-    )  # fmt: skip
+    )
     source = find_source(model, AdapterOptions.from_fields(dict(adapter)))
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
