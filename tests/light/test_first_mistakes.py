@@ -7,8 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from upshift.errors import RequestError
+from upshift.models.source import find_model
+from upshift.planning.planner import plan
+from upshift.training.arguments import TrainRequest
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "max_position_embeddings": 64}
 SPACE = "learning_rate: [0.001, 0.002]\n"
@@ -75,3 +81,29 @@ def test_each_ends_in_one_line_before_torch_is_imported(folder: Path) -> None:
         assert re.search(expected, message), (line, message)
         assert (line, status, imports_torch) == (line, 2, False)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("reference", [None, 3, ["model"], {"model": 1}])
+def test_a_model_that_is_no_text_and_no_path(reference: Any) -> None:
+    with pytest.raises(RequestError, match="is not a text or a path; give a Hugging Face directory"):
+        find_model(reference)
+
+
+def test_paths_of_python_are_as_good_as_texts(folder: Path) -> None:
+    assert find_model(folder / "model") == find_model(str(folder / "model"))
+    paths: dict[str, Any] = {name: folder / name for name in ("model", "data", "eval_data")}
+    texts = {name: str(path) for name, path in paths.items()}
+    assert TrainRequest.of(paths, {}) == TrainRequest.of(texts, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sequence_length": "long"}, "sequence_length: must be a whole number .got .long"),
+        ({"global_batch": -8}, "global_batch: must be above 0 .got -8"),
+        ({"total_steps": 0.5}, "total_steps: must be a whole number .got 0.5"),
+    ],
+)
+def test_wrong_numbers_of_a_plan_are_named_in_our_words(options: dict[str, Any], words: str, folder: Path) -> None:
+    with pytest.raises(RequestError, match=words):
+        plan(folder / "model", **{"sequence_length": 64, "global_batch": 8, **options})
