@@ -79,10 +79,10 @@ def test_what_was_asked_differently_comes_first(tmp_path: Path) -> None:
 def test_only_what_was_asked_is_a_setting(tmp_path: Path) -> None:
     """The results in a run file, such as those of a preference run, are no settings. An object is compared by its names."""
     rows = ("rewards", "evaluation_rewards", "kl_terms", "tokens", "evaluations", "logged_steps", "lost_steps")
-    numbers = {name: {name: [[number]] for name in rows} | {"id": str(number)} for number, name in enumerate(("a", "b"))}
+    results: dict[str, dict[str, Any]] = {name: {row: [[name]] for row in rows} | {"id": name} for name in ("a", "b")}
     runs = [
         run(tmp_path / name, losses=LOSSES, weights={4: {}}, data_options={"text_column": name, "split": None}, **fields)
-        for name, fields in numbers.items()
+        for name, fields in results.items()
     ]
     different = [finding for finding in compare_runs(*runs).findings if finding.severity == "warning"]
     assert [(finding.subject, finding.what.partition(":")[0]) for finding in different] == [("text_column", "a and b")]
