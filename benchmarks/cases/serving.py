@@ -45,7 +45,7 @@ from upshift.record import Numbers
 from upshift.serving.load_test.client import RequestResult, send_request
 from upshift.serving.load_test.run import Phase, load_test
 from upshift.serving.load_test.traffic import Traffic, arrivals
-from upshift.training.process_group import free_port
+from upshift.training.rank_processes import free_port
 
 CLAIMS = (
     Claim(

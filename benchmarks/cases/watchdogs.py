@@ -34,7 +34,7 @@ from upshift.hardware import detect
 from upshift.planning.plan import Plan
 from upshift.training.distributed.watchdog import watching
 from upshift.training.loop.monitor import RunMonitor
-from upshift.training.process_group import join_processes, rank_environment
+from upshift.training.rank_processes import join_processes, rank_environment
 
 CLAIMS = (
     Claim(

@@ -124,6 +124,7 @@ WORDS = {  # by pydantic's name of a problem; its limits fill the places
     "model_type": "must be an object",
     "string_type": "must be a text",
     "tuple_type": "must be a list",
+    "value_error": "{error}",
 }
 
 
@@ -135,14 +136,18 @@ def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     unknown = (problem for problem in problems if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1)
     problem = next(unknown, problems[0])
-    key = ".".join(str(level) for level in problem["loc"]) or "document"
+    branches = [other for other in problems if other["loc"][:-1] == problem["loc"][:-1] and other["loc"][-1:] == ("float",)]
+    if problem["loc"][-1:] == ("int",) and branches:  # a number may be whole or not: the wider kind says what is allowed
+        problem = branches[0] | {"loc": problem["loc"][:-1]}
+    key = ".".join(str(level) for level in problem["loc"])
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f"unknown key {key!r}; the keys are {', '.join(sorted(cls.model_fields))}"
     limits = {name: f"{value:.12g}" if isinstance(value, float) else value for name, value in problem.get("ctx", {}).items()}
     words = WORDS[problem["type"]].format(**limits) if problem["type"] in WORDS else problem["msg"]
+    named = f"{key}: {words}" if key else words  # a problem of the whole value has no key
     if problem["type"] == "missing":  # its input is the whole document
-        return f"{key}: {words}"
-    return f"{key}: {words} (got {_shown(problem['input'])})"
+        return named
+    return f"{named} (got {_shown(problem['input'])})"
 
 
 def _shown(value: Any) -> str:

@@ -1162,7 +1162,7 @@ def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("text", ["rtx-409", "8xh10", "l40ss"])
 def test_an_unknown_name_gets_the_three_nearest(text: str) -> None:
-    with pytest.raises(RequestError, match=r"the nearest are ([\w-]+, ){0,2}[\w-]+; the name list shows all$"):
+    with pytest.raises(RequestError, match=r"the nearest are ([\w-]+, ){0,2}[\w-]+; --on list shows all names$"):
         describe(text)
 
 

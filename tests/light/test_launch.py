@@ -265,7 +265,7 @@ def test_a_pipe_is_written_to_and_a_folder_is_left_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "got nothing; use one of --hosts"),
+        ([], "needs a launcher; use one of --hosts"),
         (["--slurm", "--ray"], "--slurm, --ray"),
         (["--slurm", "--hosts", "a"], "leave one of them out"),
         (["--hosts", "a,a"], "names a twice"),

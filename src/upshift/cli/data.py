@@ -13,8 +13,8 @@ from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    DATA_TEXT,
     ChatTemplateOption,
+    Data,
     DataFormat,
     EvalSizeOption,
     LongRowsOption,
@@ -41,7 +41,6 @@ app = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
     epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records",
 )  # fmt: skip
-Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 Output = Annotated[
     str,
     option("--output", "-o", text="A new folder: a local path, or gs://bucket/folder.", panel=Panel.OUTPUT, metavar="PATH"),
@@ -83,11 +82,14 @@ def show(
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
     from upshift.models.source import find_model_to_train
+    from upshift.training.data.corpus import check_paths
+
+    source = find_model_to_train(model, has_reward_head=options.has_reward_head)
+    check_paths(data)  # before the imports, which take seconds
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
     from upshift.training.tasks.prepare import find_task_model
 
-    source = find_model_to_train(model, has_reward_head=options.has_reward_head)
     task = find_task_model(source, data, options)
     if task is not None:
         _show_task(source, task, data, options, sequence_length=sequence_length, rows=rows)

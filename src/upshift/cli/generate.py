@@ -48,6 +48,7 @@ from upshift.inference.workers.options import (
 )
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.settings import wait_briefly
+from upshift.text import join_names
 from upshift.versions import installed_version
 
 BATCH_FORM = "openai-batch"
@@ -272,7 +273,11 @@ def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, 
     from upshift.inference.generation.prompts import check_files
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
-        raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
+        given = {"--prompt": prompt, "--prompts": prompts, "--output": output}
+        names = join_names(name for name, value in given.items() if value is not None)
+        raise RequestError(
+            f"generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl, and was given {names}"
+        )
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
     elif overwrite:

@@ -20,6 +20,7 @@ from upshift.errors import RequestError
 from upshift.inference.engine_environment import read_arguments
 from upshift.launching import hosts, kubeflow, mpi, ray, slurm, upshift_server, vllm_server
 from upshift.launching.request import MAX_RESTARTS, OVERWRITES, RENDEZVOUS_PORT, Launch, current_folder
+from upshift.text import join_names
 
 FILES = {  # by launcher: the default of --output, and the command that submits the file
     "slurm": ("upshift.sbatch", "sbatch {}"),
@@ -259,8 +260,8 @@ def _choose_launcher(chosen: list[str], host_list: str | None) -> str:
     if host_list is not None and chosen not in ([], ["mpi"]):
         raise RequestError(f"--hosts names hosts, and --{chosen[0]} finds them itself; leave one of them out")
     if len(chosen) > 1 or (not chosen and host_list is None):
-        options = ", ".join(f"--{name}" for name in chosen) or "nothing"
-        raise RequestError(f"one starts the ranks, got {options}; use one of --hosts a,b, --slurm, --kubernetes, --mpi, --ray")
+        problem = f"takes one launcher, not {join_names(f'--{name}' for name in chosen)}" if chosen else "needs a launcher"
+        raise RequestError(f"upshift launch {problem}; use one of --hosts a,b, --slurm, --kubernetes, --mpi, --ray")
     return chosen[0] if chosen else "hosts"
 
 

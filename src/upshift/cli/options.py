@@ -139,10 +139,16 @@ SHARDED_STATES = get_args(FullyShard)
 Model = Annotated[
     str, argument("MODEL", "A folder with a Hugging Face model, a config.json, or a model id of the Hugging Face Hub.")
 ]
-DATA_TEXT = (
-    "The training data: text files, JSON, CSV, Parquet, a folder of them, a saved datasets directory, or a YAML file that lists "
-    "several"
-)
+Data = Annotated[
+    str,
+    option(
+        "--data",
+        panel=Panel.MODEL,
+        metavar="PATH",
+        text="The training data: text files, JSON, CSV, Parquet, a folder of them, a saved datasets directory, or a YAML file "
+        "that lists several.",
+    ),
+]
 SequenceLength = Annotated[
     int | None,
     option(

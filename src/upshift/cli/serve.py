@@ -280,7 +280,8 @@ def command(
     ranks = 1 if environment is None else environment.arguments.ranks
     limits = _make_limits(request_seconds, max_body_mb, api_key_file, adapter_folder, batch_folder)
     address = _make_address(host, port, ssl_certfile, ssl_keyfile, root_path, allow_origin)
-    tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
+    if engine is None:
+        tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
             requests, address, limits, replicas=count_replicas(replicas, devices=ranks),

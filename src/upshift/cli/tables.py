@@ -348,7 +348,7 @@ def print_race_notes(race: Any, unit: str) -> None:
     from upshift.inference.registry import install_line
 
     if race.ceiling:
-        dim(f"Without any computing: {race.ceiling:,.0f} {unit}, more than any engine can do here")
+        dim(f"The upper limit: {race.ceiling:,.0f} {unit}, for an engine that computes nothing")
     for run in race.runs:
         if run.failure:
             dim(f"{run.setup.label()} did not run: {textwrap.shorten(run.failure, MAX_FAILURE, placeholder=' ...')}")
@@ -379,13 +379,13 @@ def _print_skipped(race: Any, unit: str) -> None:
 
 def _skip_reason(skipped: Any, race: Any, unit: str) -> str:
     if skipped.reason == "time":
-        return f"the {format_seconds(race.allowed)} of the race were over; --race-seconds gives it more"
+        return f"the {format_seconds(race.allowed)} of the race were over; use a larger --race-seconds"
     if skipped.reason == "start":
         engine = skipped.setup.engine
         return f"a run of this length ends about as soon as its process has started twice; --engine {engine} races it"
     if skipped.reason == "quality":
         return f"{skipped.by.label()}, which rounds less, leaves it a cosine of {skipped.cosine:.5f} at most"
-    reason = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
+    reason = "the planner cannot predict its speed, because there is no C++ compiler, or no formula for this model"
     if skipped.rate:
-        reason = f"the planner expects at most {skipped.rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
+        reason = f"the planner expects at most {skipped.rate:,.0f} {unit}, so here compiling costs more time than it saves"
     return f"{reason}; --engine {skipped.setup.engine} races it"

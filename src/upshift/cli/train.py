@@ -11,9 +11,9 @@ import typer
 
 from upshift.cli import tables, train_xla
 from upshift.cli.options import (
-    DATA_TEXT,
     Allow,
     ChatTemplateOption,
+    Data,
     DataFormat,
     Epochs,
     EvalSizeOption,
@@ -59,7 +59,6 @@ from upshift.training.arguments import (
     TrainRequest,
 )
 
-Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 EvalData = Annotated[
     str | None,
     option(
@@ -156,7 +155,7 @@ LoggingSteps = Annotated[
     int,
     option(
         "--logging-steps", panel=Panel.TRAINING, metavar="N", least=0,
-        text="Print the loss, the learning rate, the gradient norm and the speed every N optimizer steps. 0 prints no lines.",
+        text="Print a line with the loss and the speed every N optimizer steps. 0 prints none.",
     ),
 ]  # fmt: skip
 EarlyStoppingPatience = Annotated[
@@ -224,7 +223,7 @@ def _check_trackers(text: str) -> str:
 ReportTo = Annotated[
     str,
     option(
-        "--report-to", text=f"Send the numbers of the run to one or several of {', '.join(get_args(Tracker))}.",
+        "--report-to", text=f"Send the numbers of the run to {', '.join(get_args(Tracker))}.",
         panel=Panel.OUTPUT, metavar="NAME,NAME", default="none", check=_check_trackers,
     ),
 ]  # fmt: skip
@@ -239,28 +238,28 @@ Config = Annotated[
     Path | None,
     option(
         "--config", panel=Panel.OUTPUT, metavar="PATH", default="no file",
-        text="Read options from this YAML file: names without --. An option on the command line replaces that of the file.",
+        text="Read options from this YAML file (names without --). An option of the command line replaces one of the file.",
     ),
 ]  # fmt: skip
 FromAxolotl = Annotated[
     Path | None,
     option(
         "--from-axolotl", panel=Panel.OUTPUT, metavar="PATH", default="no file",
-        text="Read an Axolotl config, print the options that it becomes, and train. With --init, write them to a file instead.",
+        text="Read the options from an Axolotl config, and print them.",
     ),
 ]  # fmt: skip
 FromLlamaFactory = Annotated[
     Path | None,
     option(
         "--from-llama-factory", panel=Panel.OUTPUT, metavar="PATH", default="no file",
-        text="Read a LLaMA-Factory config, print the options that it becomes, and train. With --init, write them to a file.",
+        text="Read the options from a LLaMA-Factory config, and print them.",
     ),
 ]  # fmt: skip
 Init = Annotated[
     Path | None,
     option(
         "--init", panel=Panel.OUTPUT, metavar="PATH", default="no file",
-        text="Write a new file for --config with every option, its meaning and its default, and end.",
+        text="Write a new file for --config, with all options or with those that were read, and end.",
     ),
 ]  # fmt: skip
 TrialSeconds = Annotated[
@@ -349,6 +348,7 @@ def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
         return
+    _check_inputs(request)
     with importing():
         from upshift.training.run import run_training
 
@@ -356,6 +356,24 @@ def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
+
+
+def _check_inputs(request: TrainRequest) -> None:
+    """Raise RequestError for a model, data or an output folder that cannot be used.
+
+    The run checks the same. This check comes first because the run imports torch, which takes seconds. If a launcher started
+    several ranks, only the run checks, and the first rank prints the error for all."""
+    if read_ranks() is not None:
+        return
+    from upshift.training.checkpoint.directory import check_empty
+    from upshift.training.data.corpus import check_paths
+
+    request.source()
+    for data in (request.data, request.eval_data):
+        if data is not None:
+            check_paths(data)
+    if not (request.overwrite or request.resume):
+        check_empty(request.output)
 
 
 NAME = "upshift train"

@@ -14,9 +14,9 @@ from rich.table import Table
 from upshift.cli import tables
 from upshift.cli import train as train_command
 from upshift.cli.options import (
-    DATA_TEXT,
     Allow,
     ChatTemplateOption,
+    Data,
     DataFormat,
     Epochs,
     EvalSizeOption,
@@ -50,7 +50,6 @@ from upshift.units import format_seconds
 from upshift.versions import installed_version
 
 ROWS = 10  # of trials that ended, in the live table
-Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 Space = Annotated[
     Path,
     option(
@@ -231,7 +230,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
-    _check_request(space, html)
+    _check_request(model, data, space, html)
     training_options = {name: value for name, value in locals().items() if name in TRAINING_OPTIONS}
     of_data = data_options_of({**locals(), "objective": None})  # here it is what the search optimizes
     with importing():
@@ -255,9 +254,16 @@ def command(
     _print_result(result, model, data, training_options, as_json=as_json)
 
 
-def _check_request(space: Path, html: Path | None) -> None:
-    """Raise before the search if Optuna or the space is missing, or if the page cannot be written."""
+def _check_request(model: str, data: str, space: Path, html: Path | None) -> None:
+    """Raise before the search if the model, the data, the space or Optuna is missing, or if the page cannot be written."""
+    from upshift.models.source import find_model
+    from upshift.training.data.corpus import check_paths
+    from upshift.tuning.space import read_space
+
     check_file("--space", space)
+    read_space(space)
+    find_model(model)
+    check_paths(data)
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:

@@ -295,10 +295,14 @@ class ModelSource(Value):
         path.write_text(self.to_json(), encoding="utf-8")
 
 
-def find_model(reference: str) -> ModelSource:
+def find_model(reference: str | Path) -> ModelSource:
     """Return the source for a local directory, a config.json, a stored ModelSource or a hub id.
 
     Raise RequestError, with the next step, if there is no such model."""
+    if isinstance(reference, Path):
+        reference = str(reference)
+    if not isinstance(reference, str):
+        raise RequestError(f"model {_shorten(str(reference))} is not a text or a path; {MODEL_HELP}")
     path = Path(reference)
     try:
         path.exists()
@@ -379,7 +383,9 @@ def _num_labels(config: dict[str, Any]) -> int:
     return len(config.get("id2label") or "01")  # a config leaves out two labels without names
 
 
-def find_model_to_train(reference: str, options: AdapterOptions | None = None, *, has_reward_head: bool = False) -> ModelSource:
+def find_model_to_train(
+    reference: str | Path, options: AdapterOptions | None = None, *, has_reward_head: bool = False
+) -> ModelSource:
     """Return the source to train for a reference, with the adapter that the options describe (LoRA: arXiv:2106.09685).
 
     With ``has_reward_head``, the model gives each text one number, its reward.

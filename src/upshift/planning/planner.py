@@ -340,7 +340,7 @@ def _leaner_options(plan: Plan, workload: Workload) -> str:
 
 
 def plan(
-    model: str,
+    model: str | Path,
     *,
     sequence_length: int,
     global_batch: int,
@@ -357,14 +357,19 @@ def plan(
         adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
             lora_rslora, lora_dora, load_in_4bit.
     """
-    workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
+    workload = Workload.from_fields(
+        {
+            "sequence_length": sequence_length,
+            "global_batch": global_batch,
+            "allow": check_allow(allow),
+            "total_steps": total_steps,
+        }
     )
     source = find_source(model, AdapterOptions.from_fields(dict(adapter)))
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
-def find_source(model: str, adapter: AdapterOptions, *, has_reward_head: bool = False) -> ModelSource:
+def find_source(model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False) -> ModelSource:
     """Return the source to plan for, with its adapter and its reward head.
 
     Raise RequestError if the model lacks a module that the options name.

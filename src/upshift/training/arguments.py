@@ -163,6 +163,12 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
     trial_seconds: float = Field(TRIAL_SECONDS, ge=0, description="the time to try plans in; 0: trust the prediction")
     mup_base: str | None = Field(None, description="a narrower model whose learning rates hold, by muP")
 
+    @field_validator("model", "data", "eval_data", mode="before")
+    @classmethod
+    def _as_text(cls, reference: Any) -> Any:
+        """Return the text of a path, because a program may give either."""
+        return str(reference) if isinstance(reference, Path) else reference
+
     @classmethod
     def of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> TrainRequest:
         """Return the request for a user's options. Raise RequestError that names an invalid option.

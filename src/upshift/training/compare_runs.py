@@ -25,15 +25,8 @@ from upshift.units import format_count
 from upshift.value import Value
 
 RUN_NAMES = ("upshift_run.json", "trainer_state.json")
-IGNORED_FIELDS = {
-    "tokens",
-    "evaluations",
-    "logged_steps",
-    "finished",
-    "output",
-    "id",
-    "checksum",
-}  # fields of the run file that do not belong to the request
+REQUEST_FIELDS = ("model", "data", "eval_data", "global_batch", "sequence_length", "objective")  # of the run file
+GROUPS = ("arguments", "adapter", "data_options")  # objects in the run file, whose fields also belong to the request
 MAX_SHOWN_TENSORS = 3
 # Relative tolerance of a loss, by the less precise run, and for all other precisions.
 LOSS_TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
@@ -113,11 +106,14 @@ def read_run(folder: Path) -> Run:
             f"{folder} has neither {' nor '.join(RUN_NAMES)}; give the output folder of a run that saved a checkpoint"
         )
     plan = {f"plan.{name}": value for name, value in train.get("plan", {}).items()}
-    request = {name: value for name, value in run_file.items() if name not in IGNORED_FIELDS and name != "arguments"}
+    request: dict[str, Any] = {}
+    for group in GROUPS:
+        request |= run_file.get(group) or {}
+    request |= {name: run_file[name] for name in REQUEST_FIELDS if name in run_file}
     with_weights = {step: path for step, path in checkpoints.items() if _weight_files(path)}
     if _weight_files(folder) and losses:
         with_weights.setdefault(max(losses), folder)
-    return Run(folder, request | run_file.get("arguments", {}) | plan, losses, with_weights)
+    return Run(folder, request | plan, losses, with_weights)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -146,9 +142,9 @@ def _compare_requests(run: Run, other_run: Run) -> Iterator[Finding]:
         other_value = other_run.request.get(name, "unset")
         yield warning(
             name,
-            what=f"{value} and {other_value}: the runs were not asked for the same",
+            what=f"{value} and {other_value}: the runs had different settings",
             evidence="upshift_run.json of both",
-            fix=f"run one of them again: upshift train ... --{name.replace('_', '-')} of the other",
+            fix=f"train one of them again with the {name} of the other",
         )
     plan_changes = [
         f"{name[5:]} {run.request.get(name)} and {other_run.request.get(name)}" for name in names if name.startswith("plan.")

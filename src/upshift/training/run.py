@@ -224,8 +224,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
 
 
 def train(
-    model: str,
-    data: str,
+    model: str | Path,
+    data: str | Path,
     *,
     output: str | Path,
     overwrite: bool = False,

@@ -18,6 +18,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
+from upshift.text import did_you_mean
 from upshift.training.arguments import Arguments, RunNumbers
 from upshift.value import Value
 
@@ -136,7 +137,7 @@ def make_space(mapping: dict[str, Any], *, origin: str = "the space", names: tup
     parameters = {}
     for name, definition in mapping.items():
         if names is not None and name not in names:
-            hint = PLANNED.get(str(name), f"it is one of {', '.join(names)}")
+            hint = PLANNED.get(str(name), f"use one of {', '.join(names)}{did_you_mean(str(name), names)}")
             raise RequestError(f"{origin}: {name!r} is not a hyper-parameter that is searched; {hint}")
         parameter = _parameter(definition, f"{origin}: {name}")
         parameters[name] = _as_floats(parameter, f"{origin}: {name}") if name in _FLOATS else parameter

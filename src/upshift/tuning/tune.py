@@ -19,6 +19,7 @@ from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, TrainRequest
+from upshift.training.data.corpus import check_paths
 from upshift.training.loop.events import Event
 from upshift.tuning.backends import draw_values, optuna_distributions
 from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
@@ -170,6 +171,7 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
     """Check the request, open its study, and run trials until the study is complete or its budget is spent."""
     start = time.monotonic()
     _check_jobs(request.jobs, request.options.get("fixed", ()))
+    check_paths(request.data)  # before the study is made: it would keep the wrong path, and reject the right one
     training = _training_request(request)
     seconds = _budget_seconds(request)
     _check_lengths(request.model, request.space, training.sequence_length)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
-from upshift.training.compare_runs import compare_runs, read_run
+from upshift.training.compare_runs import GROUPS, REQUEST_FIELDS, compare_runs, read_run
 from upshift.training.loop.state import Run as Written
 
 NAMES = ("model.layers.0.w", "model.layers.2.w", "model.layers.10.w")
@@ -71,9 +71,22 @@ def test_what_was_asked_differently_comes_first(tmp_path: Path) -> None:
     one = run(tmp_path / "a", losses=LOSSES, weights={4: {}})
     other = run(tmp_path / "b", losses=LOSSES, weights={4: {}}, precision="bf16", global_batch=16)
     found = compare_runs(one, other)
-    assert found.findings[0].subject == "global_batch" and "--global-batch" in (found.findings[0].fix or "")
+    assert found.findings[0].subject == "global_batch" and "the global_batch of the other" in (found.findings[0].fix or "")
     assert found.findings[1].subject == "plans" and "precision fp32 and bf16" in found.findings[1].evidence
     assert found.tolerance == 1e-3
+
+
+def test_only_what_was_asked_is_a_setting(tmp_path: Path) -> None:
+    """The results in a run file, such as those of a preference run, are no settings. An object is compared by its names."""
+    rows = ("rewards", "evaluation_rewards", "kl_terms", "tokens", "evaluations", "logged_steps", "lost_steps")
+    results: dict[str, dict[str, Any]] = {name: {row: [[name]] for row in rows} | {"id": name} for name in ("a", "b")}
+    runs = [
+        run(tmp_path / name, losses=LOSSES, weights={4: {}}, data_options={"text_column": name, "split": None}, **fields)
+        for name, fields in results.items()
+    ]
+    different = [finding for finding in compare_runs(*runs).findings if finding.severity == "warning"]
+    assert [(finding.subject, finding.what.partition(":")[0]) for finding in different] == [("text_column", "a and b")]
+    assert set(Written.model_fields) == {*REQUEST_FIELDS, *GROUPS, *rows, "id", "finished"}  # a new field is one or the other
 
 
 def test_nan_differs_from_numbers_and_not_from_nan(tmp_path: Path) -> None:

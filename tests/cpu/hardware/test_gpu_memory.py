@@ -9,7 +9,7 @@ from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
 from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak
 from upshift.training.out_of_memory import is_out_of_memory
-from upshift.training.process_group import lost_connection
+from upshift.training.rank_processes import lost_connection
 from upshift.units import GIB
 
 

@@ -22,7 +22,7 @@ with importing():
     from upshift.training.data.dataset import load_data
     from upshift.training.job.job import Job, TrainingData, open_job, run_rank
     from upshift.training.loop.signals import StopRequest
-    from upshift.training.process_group import join_processes
+    from upshift.training.rank_processes import join_processes
 
 
 def run_jobs(jobs: Mapping[str, Job], data: TrainingData, folder: Path, warm_scripts: WarmScripts) -> None:

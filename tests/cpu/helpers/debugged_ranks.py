@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.debugging import DebugUnderflowOverflow, NumericsError
 from upshift.planning.plan import Plan
-from upshift.training import process_group
+from upshift.training import rank_processes
 from upshift.training.arguments import Arguments
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.prepare import prepare_model
-from upshift.training.process_group import join_processes, rank_environment
+from upshift.training.rank_processes import join_processes, rank_environment
 from upshift.training.step import TrainStep
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def work(given: dict[str, Any]) -> None:
 
 
 def main(layout: str, said: Path) -> None:
-    process_group.PATIENCE_SECONDS = 2.0
+    rank_processes.PATIENCE_SECONDS = 2.0
     said.mkdir()
     plan = Plan.model_validate(
         {

@@ -34,7 +34,7 @@ def run_fatal(cases: dict[str, Case], folder: Path, run_script: RunScript) -> di
 
 def one_rank(case: Case, folder: Path) -> Any:
     from upshift.training.loop.monitor import explaining_out_of_memory
-    from upshift.training.process_group import rank_environment
+    from upshift.training.rank_processes import rank_environment
 
     rank, ranks = rank_environment()
     with explaining_out_of_memory(folder, rank=rank, ranks=ranks):  # as the training loop does
@@ -43,16 +43,16 @@ def one_rank(case: Case, folder: Path) -> Any:
 
 def end(case: Case, output: Path) -> None:
     """In a process of its own: one that has computed cannot fork ranks any more."""
-    from upshift.training import process_group
+    from upshift.training import rank_processes
 
-    process_group.PATIENCE_SECONDS = PATIENCE_SECONDS
+    rank_processes.PATIENCE_SECONDS = PATIENCE_SECONDS
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         return
     began, ending = time.monotonic(), {"kind": "none", "words": ""}
     try:
-        process_group.join_processes(a_plan(case), partial(one_rank, folder=output.parent), case)
+        rank_processes.join_processes(a_plan(case), partial(one_rank, folder=output.parent), case)
     except BaseException as error:  # whatever it is, the test has to see it
         ending = {"kind": type(error).__name__, "words": str(error)}
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -13,7 +13,7 @@ import torch
 from parallel_runs import Case, a_plan, import_all
 from torch.distributed.tensor import DTensor
 
-from upshift.training.process_group import join_processes
+from upshift.training.rank_processes import join_processes
 
 
 def anonymous_mib() -> float:

@@ -346,7 +346,7 @@ def run_world(given: tuple[dict[str, Case], Path]) -> None:
 
 
 def rank_of_this() -> int:
-    from upshift.training.process_group import rank_environment
+    from upshift.training.rank_processes import rank_environment
 
     return rank_environment()[0]
 
@@ -395,7 +395,7 @@ def words_of_ranks(output: Path) -> Path:
 def fork_world(cases: dict[str, Case], output: Path) -> int:
     """Return the id of a process that joins the ranks: one that has computed cannot fork ranks any more."""
     from upshift.parent_process import end_with
-    from upshift.training.process_group import join_processes
+    from upshift.training.rank_processes import join_processes
 
     parent = os.getpid()
     child = os.fork()

@@ -35,7 +35,7 @@ from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.prepare import prepare_model
-from upshift.training.process_group import join_processes
+from upshift.training.rank_processes import join_processes
 from upshift.training.step import TrainStep
 
 GLOO_THREAD = "pt_gloo_runloop"  # it holds what it sent or summed a moment longer than wait() does

@@ -1,4 +1,4 @@
-"""A forked rank whose four threads begin their first tensor operations together, ten times. Prints the errors of all threads."""
+"""A forked rank's four threads, whose first tensor operations begin at the same time, ten times. Prints all errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import torch
 from parallel_runs import Case, a_plan
 
-from upshift.training.process_group import join_processes, rank_environment
+from upshift.training.rank_processes import join_processes, rank_environment
 
 PLAN = a_plan(Case(world=2))
 

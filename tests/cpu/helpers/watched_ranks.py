@@ -24,7 +24,7 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
     import torch.distributed as dist
 
     from upshift.training.distributed import watchdog
-    from upshift.training.process_group import rank_environment
+    from upshift.training.rank_processes import rank_environment
 
     watchdog.PATIENCE, watchdog.PERIOD, watchdog.STRAGGLER_PERIODS, watchdog.STEPS_OF_PATIENCE = PATIENCE, PERIOD, 2, 0
     watchdog.ENDS_AFTER = ENDS_AFTER if given["case"] in GONE else watchdog.ENDS_AFTER
@@ -75,7 +75,7 @@ def wait_until_said(said: Path) -> None:
 
 
 def main(case: str, world: int, said: str) -> None:
-    from upshift.training.process_group import join_processes
+    from upshift.training.rank_processes import join_processes
 
     plan: Any = SimpleNamespace(num_processes=world, device="cpu")
     join_processes(plan, work, {"case": case, "plan": plan, "said": said})

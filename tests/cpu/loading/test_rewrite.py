@@ -311,7 +311,7 @@ def test_refused(upshift, llama, tmp_path):
     one_line(upshift("shard", llama, "-o", tmp_path), "is not empty (file)")
     (tmp_path / "bare").mkdir()
     shutil.copy(llama / "config.json", tmp_path / "bare")
-    one_line(upshift("shard", tmp_path / "bare", "-o", tmp_path / "out"), "has no", "only upshift train makes")
+    one_line(upshift("shard", tmp_path / "bare", "-o", tmp_path / "out"), "has no", "upshift train ... --from-config")
     one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "5 apples"), "5 apples")
     one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "0"), "--max-shard-size 0", "5GB")
     one_line(upshift("convert", llama, "-o", tmp_path / "out", "--dtype", "int8"), "int8", "bfloat16, float16, float32")

@@ -48,9 +48,11 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ({"lr": [1e-3]}, "'lr' is not a hyper-parameter that is searched; it is one of adam_beta1"),
+        ({"lr": [1e-3]}, "'lr' is not a hyper-parameter that is searched; use one of adam_beta1"),
         ({"per_device_train_batch_size": [4]}, "search global_batch: its micro-batch is planned"),
-        ({"learning_rate": {"low": 2, "high": 1}}, "low must be below high"),
+        ({"learning_rate": {"low": 2, "high": 1}}, "learning_rate is not a valid Range: low must be below high (got"),
+        ({"learning_rate": {"low": "small", "high": 1}}, "learning_rate is not a valid Range: low: must be a number (got"),
+        ({"weight_decy": [0.1]}, "did you mean weight_decay?"),
         ({"learning_rate": {"low": 0, "high": 1, "log": True}}, "begins above 0"),
         ({"learning_rate": {"low": 0, "hihg": 1}}, "hihg"),
         ({"learning_rate": ["small"]}, "is not of numbers"),
@@ -71,7 +73,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(written: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words.replace("(", r"\(")):
+    with pytest.raises(RequestError, match=re.escape(words)):
         make_space(written)
 
 

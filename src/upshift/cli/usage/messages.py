@@ -149,6 +149,11 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
         return MissingValue(f"{path} needs {words}; see {path} --help")
     if kind == "NoSuchOption":
         names = [name for other in command.params if is_option(other) for name in other.opts]
+        wrapped = next((long_name(other) for other in command.params if long_name(other).startswith("-- ")), None)
+        if wrapped is not None and not _likely_meant(option, names):
+            return RequestError(
+                f"{path} has no option {option}; write the command that has it after --: {path} {wrapped}; see {path} --help-all"
+            )
         return RequestError(f"{path} has no option {option}{_likely_meant(option, names)}; see {path} --help-all")
     if kind == "BadOptionUsage":
         return WrongValue(_usage_of_option(command, option, path))

@@ -320,7 +320,7 @@ def _describe_unknown(name: str) -> str:
     problem = "list is no product" if name == ALL_NAMES else f"unknown product {name[:MAX_SHOWN]!r}"
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
     if similar:
-        return f"{problem}; the nearest are {', '.join(similar)}; the name {ALL_NAMES} shows all"
+        return f"{problem}; the nearest are {', '.join(similar)}; --on {ALL_NAMES} shows all names"
     listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS and not key.startswith(LISTED_BY_FAMILY)))
     other_names = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
     mac = "a Mac's chip with its memory, such as m2-max-64gb"

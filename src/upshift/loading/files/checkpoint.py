@@ -153,8 +153,8 @@ def checked_file(folder: Path, name: str) -> Path:
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
     if not isfile(target):
         raise RequestError(
-            f"{folder} has no {quote(name)}; give a directory with safetensors weights; only upshift train makes random ones, "
-            "with --from-config"
+            f"{folder} has no {quote(name)}; give a directory with safetensors weights; to train from random weights, "
+            "write upshift train ... --from-config"
         )
     return file
 

@@ -113,8 +113,8 @@ def sizes_of(source: ModelSource) -> DecoderSizes:
         reason = f"its config has no {missing[0]}" if missing else f"its config has {other[0]}"
     if reason is not None:
         raise RequestError(
-            f"--quick knows decoders with gated layers and RMSNorm alone, and {source.reference!r} is another model ({reason}); "
-            "leave --quick out to trace it"
+            f"--quick has formulas only for decoders with gated layers and RMSNorm, and {source.reference!r} is another model "
+            f"({reason}); leave --quick out, and Upshift traces the model"
         )
     heads = int(config["num_attention_heads"])
     return DecoderSizes(
@@ -137,10 +137,10 @@ def _rank_of(source: ModelSource) -> int:
     others = [name for name in ("modules_to_save", "use_dora", "rank_pattern", "lora_dropout") if adapter.get(name)]
     if adapter.get("target_modules") != ALL_LINEAR or others:
         found = others[0] if others else "target_modules"
-        raise RequestError(f"--quick knows LoRA around every linear layer alone, and this adapter has {found}; leave --quick out")
+        raise RequestError(f"--quick has formulas only for LoRA around all linear layers, not with {found}; leave --quick out")
     if source.base_dtype != "bfloat16" and source.quantized_from is None:
         raise RequestError(
-            f"--quick knows LoRA around weights in bfloat16 alone, and the config of {source.base_reference!r} says "
+            f"--quick has formulas only for LoRA around weights in bfloat16, and the config of {source.base_reference!r} says "
             f"{source.base_dtype}; leave --quick out"
         )
     return int(adapter["r"])

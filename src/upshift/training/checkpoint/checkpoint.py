@@ -32,6 +32,7 @@ from upshift.training.checkpoint.directory import (
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
+    not_empty,
     remove_leftovers,
     writing,
 )
@@ -77,10 +78,7 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
     if not entries:
         return
     if not (overwrite or resume):
-        raise RequestError(
-            f"output directory {path} is not empty ({entries[0].name}); use --resume to continue its run, "
-            "--overwrite to delete what Upshift wrote there, or an empty directory"
-        )
+        raise not_empty(path, entries[0])
     written = _written_by_upshift(path, own_files)
     foreign = [entry for entry in entries if entry not in written]
     if resume:

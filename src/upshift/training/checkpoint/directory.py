@@ -22,6 +22,7 @@ from upshift.atomic_file import sync_path
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import read_header
+from upshift.loading.output_lock import LOCK_NAME
 from upshift.models.source import ADAPTER_WEIGHTS
 from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, checksum_of, read_manifest
 from upshift.units import format_bytes
@@ -44,6 +45,24 @@ MODEL_FILE_SUFFIXES = (
     ".py",
 )  # files that loading a model may read
 MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
+
+
+def not_empty(path: Path, entry: Path) -> RequestError:
+    """Return the error for an output directory that holds `entry`, if the run neither resumes nor overwrites."""
+    return RequestError(
+        f"output directory {path} is not empty ({entry.name}); use --resume to continue its run, "
+        "--overwrite to delete what Upshift wrote there, or an empty directory"
+    )
+
+
+def check_empty(path: Path) -> None:
+    """Raise RequestError if the directory exists and holds more than a lock. Make nothing, and leave other faults to the run."""
+    try:
+        entries = sorted(entry for entry in path.iterdir() if entry.name != LOCK_NAME)
+    except OSError:
+        return
+    if entries:
+        raise not_empty(path, entries[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ from upshift.training.data.row_formats import (
     no_table_of_preferences,
     refuse_wrapped,
 )
+from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.described_rows import RowReader
 from upshift.training.data.rows.row_slice import RowSlice, pick_split
 from upshift.training.data.rows.segments import SegmentRow
@@ -287,6 +288,13 @@ def existing_path(path: Path | str) -> Path:
             ".parquet, or the folder to which datasets' save_to_disk saved a data set of the Hub"
         )
     return Path(path)
+
+
+def check_paths(data: Path | str) -> None:
+    """Raise RequestError unless the path, or each path that it describes, exists. Read no rows."""
+    described = read_description(data)
+    for path in (data,) if described is None else (data_set.path for data_set in described.data_sets):
+        existing_path(path)
 
 
 class _Selection(NamedTuple):

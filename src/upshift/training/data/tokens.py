@@ -247,18 +247,35 @@ def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: 
         labels=tokenized.labels,
         margins=tokenized.margins,
     )
-    is_long = (whole_lengths > sequence_length).reshape(-1, 2).any(axis=1)
+    is_long = np.asarray((whole_lengths > sequence_length).reshape(-1, 2).any(axis=1))
     num_labels = sequences.num_labels(np.arange(len(sequences)), first=1)
-    has_labels = (num_labels > 0).reshape(-1, 2).all(axis=1)
+    has_labels = np.asarray((num_labels > 0).reshape(-1, 2).all(axis=1))
+    words = ("pairs", " in a row", "an answer")
+    is_used = _choose_used(is_long, has_labels, long_rows, f"{origin}: ", words, sequence_length)
+    return sequences.select(np.flatnonzero(np.repeat(is_used, 2)))
+
+
+def _choose_used(
+    is_long: NDArray[Any], has_labels: NDArray[Any], long_rows: LongRows, start: str, words: tuple[str, str, str], length: int
+) -> NDArray[Any]:
+    """Return which pairs or rows are learned from. Tell the user how many are cut or left out.
+
+    Args:
+        is_long, has_labels: for each pair or row, whether it is longer than ``length``, and has a label within it.
+        start: the beginning of the messages.
+        words: the name of the pairs or rows, what follows "tokens" in a message, and the name of what is learned.
+        length: the longest sequence, in tokens.
+    """
+    rows, of_each, answer = words
     is_used = has_labels & ~is_long if long_rows == "drop" else has_labels
     if is_long.any():
         outcome = "left out" if long_rows == "drop" else "cut at the end"
-        say_once(f"{origin}: {int(is_long.sum())} pairs with more than {sequence_length} tokens in a row are {outcome}")
+        say_once(f"{start}{int(is_long.sum())} {rows} with more than {length} tokens{of_each} are {outcome}")
     num_without_answer = int((~has_labels & (is_used == has_labels)).sum())
     if num_without_answer:
-        reason = f"an answer has nothing to learn in the first {sequence_length} tokens of its row"
-        say_once(f"{origin}: {num_without_answer} pairs are left out, because {reason}")
-    return sequences.select(np.flatnonzero(np.repeat(is_used, 2)))
+        reason = f"{answer} has nothing to learn in the first {length} tokens of its row"
+        say_once(f"{start}{num_without_answer} {rows} are left out, because {reason}")
+    return is_used
 
 
 def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows, origin: str) -> Sequences:
@@ -273,14 +290,8 @@ def rated_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows:
     answer_starts = _answer_starts(tokenized)
     is_long = lengths > sequence_length
     has_labels = answer_starts < np.minimum(lengths, sequence_length)
-    is_used = has_labels & ~is_long if long_rows == "drop" else has_labels
-    if is_long.any():
-        outcome = "left out" if long_rows == "drop" else "cut at the end"
-        say_once(f"{origin}: {int(is_long.sum())} rows with more than {sequence_length} tokens are {outcome}")
-    num_without_answer = int((~has_labels & (is_used == has_labels)).sum())
-    if num_without_answer:
-        reason = f"the completion has nothing to learn in the first {sequence_length} tokens of its row"
-        say_once(f"{origin}: {num_without_answer} rows are left out, because {reason}")
+    words = ("rows", "", "the completion")
+    is_used = _choose_used(is_long, has_labels, long_rows, f"{origin}: ", words, sequence_length)
     members = np.flatnonzero(is_used)
     writer = CorpusWriter(RowLimit(sequence_length, "cut"))
     partners = members[find_partners(_prompt_numbers(tokenized, members, answer_starts))] if len(members) else members

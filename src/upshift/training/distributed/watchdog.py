@@ -30,7 +30,7 @@ from upshift.debugging.run_report import report_of
 from upshift.errors import MissingInternal
 from upshift.internals.torch_names import DEFAULT_STORE, FLIGHT_RECORDER
 from upshift.planning.plan import Plan
-from upshift.training.process_group import rank_environment
+from upshift.training.rank_processes import rank_environment
 from upshift.units import format_bytes, format_seconds
 from upshift.value import Value
 

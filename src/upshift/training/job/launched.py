@@ -37,7 +37,7 @@ from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import SHARED_NAME, open_run
-from upshift.training.process_group import join_group, lost_connection
+from upshift.training.rank_processes import join_group, lost_connection
 
 MAX_RUN_TIME = timedelta(days=365)  # a rank that does not take part waits for the whole run
 LAUNCH_NAME = "launch.json"

@@ -29,7 +29,7 @@ from upshift.training.job.job_process import PROCESS
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
 from upshift.training.loop.signals import StopRequest
-from upshift.training.process_group import join_processes, rank_environment
+from upshift.training.rank_processes import join_processes, rank_environment
 
 RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
 JOB_NAME = "job.json"

@@ -58,7 +58,7 @@ from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy, read_memory
 from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
-from upshift.training.process_group import rank_environment
+from upshift.training.rank_processes import rank_environment
 from upshift.training.reference_model import ReferencePass
 from upshift.training.sharded_init import read_generation_config
 from upshift.training.step import QueuedStep, Shape, StepResult, TrainStep, check_finite

@@ -30,7 +30,6 @@ from upshift.training.loop.loop import TrainingLoop
 from upshift.training.loop.monitor import count_compiled_frames, recompile_reason
 from upshift.training.loop.signals import StopRequest
 from upshift.training.prepare import in_memory_bytes
-from upshift.training.process_group import rank_environment
 from upshift.training.profiling.breakdown import (
     DATA_RANGE,
     HEAD_RANGE,
@@ -47,6 +46,7 @@ from upshift.training.profiling.breakdown import (
     subtract_recording,
 )
 from upshift.training.profiling.report import RANK_FILE, TRACE_FILE, Operator, RankProfile
+from upshift.training.rank_processes import rank_environment
 from upshift.units import FLOP_CONVENTION, gib
 
 WARMUP_STEPS = 2  # steps before the measured ones, which allocate and compile

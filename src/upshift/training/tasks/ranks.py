@@ -16,7 +16,7 @@ from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
 from upshift.hardware.exchange_probe import meet
 from upshift.settings import Ranks
-from upshift.training.process_group import GROUP_TIMEOUT
+from upshift.training.rank_processes import GROUP_TIMEOUT
 
 READY_KEY = "task"  # in the store of the ranks: empty once rank 0 is ready, else the class of its error
 

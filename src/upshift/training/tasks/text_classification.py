@@ -121,8 +121,8 @@ def _find_columns(row: TaskRow, text_column: str | None) -> tuple[str, ...]:
     columns = text_columns(row.fields) if text_column is None else (text_column,)
     if columns is None or columns[0] not in row.fields:
         raise RequestError(
-            f"{row.place} has no columns {text_column or 'text'!r} and 'label'; {list_columns(row.fields)}; rename those of "
-            "the texts and of their labels, or name the column of the texts with --text-column"
+            f"{row.place} has no columns {text_column or 'text'!r} and 'label'; {list_columns(row.fields)}; rename the column "
+            "of the labels to label, and that of the texts to text"
         )
     return columns
 
@@ -136,7 +136,7 @@ def _find_targets(source: ModelSource, rows: TaskRows, column: str, *, has_head:
     values = [_plain(value) for value in rows.values(column)]
     given = [value for value in values if not _is_missing(value)]
     if not given:
-        raise RequestError(f"{rows.origin} has no label in the column {column!r}; give at least one")
+        raise RequestError(f"{rows.origin} has no label in the column {column!r}; rename the column of the labels to {column}")
     config = source.hf_config
     own_type = config.problem_type if has_head else None
     class_names = rows.class_names.get(column, ())

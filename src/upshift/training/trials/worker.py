@@ -60,7 +60,7 @@ from upshift.training.prepare import (
     load_or_build,
     prepare_model,
 )
-from upshift.training.process_group import join_processes
+from upshift.training.rank_processes import join_processes
 from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, TrainStep, check_finite
 
 CHECK_SEQUENCES = 4  # sequences whose loss is compared between plans

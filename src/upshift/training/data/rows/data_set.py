@@ -145,12 +145,22 @@ def read_description(data: Path | str) -> Described | None:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None  # it is read as a text, whose reader says what is wrong with it
-    if not isinstance(document, Mapping) or KEY not in document:
+    if not isinstance(document, Mapping):
+        return None
+    if KEY not in document:
+        meant = next((key for key, value in document.items() if _lists_paths(value)), None)
+        if meant is not None:  # else the description itself would be the text to train on
+            raise RequestError(f"{path}: key {meant!r} is unknown; a description of data has the key {KEY}; rename it")
         return None
     other = next((key for key in document if key != KEY), None)
     if other is not None:
         raise RequestError(f"{path}: key {other!r} is unknown; a description of data has the key {KEY} alone")
     return Described(_read_entries(document[KEY], str(path), path.parent), str(path))
+
+
+def _lists_paths(value: Any) -> bool:
+    """Return whether the value is a list of mappings with a path, as that of ``data_sets``."""
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) and "path" in entry for entry in value)
 
 
 def _parse_json(text: str) -> Any:
