@@ -52,12 +52,15 @@ from upshift.training.arguments import (
     DEFAULT_OUTPUT,
     LOSS,
     SEEDS,
+    SIMPO_GAMMA,
     TRIAL_SECONDS,
     Arguments,
+    KtoLoss,
     LearningRateSchedule,
     Tracker,
     TrainRequest,
 )
+from upshift.training.preferences.loss_names import NAMES, SMOOTHED, read_losses
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 EvalData = Annotated[
@@ -115,6 +118,40 @@ DpoBeta = Annotated[
     option(
         "--dpo-beta", text="With --objective dpo: a larger value keeps the model closer to what it was.",
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+
+
+def _check_dpo_loss(text: str) -> str:
+    read_losses(text)
+    return text
+
+
+DpoLoss = Annotated[
+    str,
+    option(
+        "--dpo-loss", panel=Panel.OPTIMIZATION, metavar="NAME,NAME", check=_check_dpo_loss,
+        text=f"With --objective dpo, one loss or a sum such as sigmoid=0.8,sft=0.2: {', '.join(NAMES)}.",
+    ),
+]  # fmt: skip
+DpoLabelSmoothing = Annotated[
+    float,
+    option(
+        "--dpo-label-smoothing", text=f"The share of wrong pairs. For {', '.join(SMOOTHED)}.", panel=Panel.OPTIMIZATION,
+        metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+SimpoGamma = Annotated[
+    float,
+    option(
+        "--simpo-gamma", text="With --dpo-loss simpo: by how much the better reward shall be larger.", panel=Panel.OPTIMIZATION,
+        metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+KtoLossOption = Annotated[
+    str,
+    option(
+        "--kto-loss", text="The loss of --objective kto", panel=Panel.OPTIMIZATION, metavar="NAME", choices=get_args(KtoLoss)
     ),
 ]  # fmt: skip
 KtoBeta = Annotated[
@@ -302,7 +339,11 @@ def command(
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     dpo_beta: DpoBeta = BETA,
+    dpo_loss: DpoLoss = "sigmoid",
+    dpo_label_smoothing: DpoLabelSmoothing = 0.0,
+    simpo_gamma: SimpoGamma = SIMPO_GAMMA,
     kto_beta: KtoBeta = BETA,
+    kto_loss: KtoLossOption = "kto",
     desirable_weight: DesirableWeight = 1.0,
     undesirable_weight: UndesirableWeight = 1.0,
     center_rewards_coefficient: CenterRewardsCoefficient = 0.0,

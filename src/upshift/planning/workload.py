@@ -228,9 +228,11 @@ PAIR_OBJECTIVES = "--objective dpo, kto or reward"  # for messages
 FORWARD_SHARE = 1.0 / 3.0  # of the products of a sequence that is trained: the backward pass has two for each of its own
 
 
-def trained_share(*, has_ratings: bool) -> float:
+def trained_share(*, has_ratings: bool, has_kl_pass: bool = True) -> float:
     """Return the computation of a step as a share of that of training all its sequences, of which KTO trains every second one."""
-    return (1.0 + FORWARD_SHARE) / 2.0 if has_ratings else 1.0
+    if not has_ratings:
+        return 1.0
+    return (1.0 + FORWARD_SHARE * has_kl_pass) / 2.0
 
 
 class Workload(Value):
@@ -243,6 +245,7 @@ class Workload(Value):
     has_ratings: bool = Field(
         False, description="with rows_together=2, the second sequence has only a forward pass: the mismatched one of KTO"
     )
+    has_kl_pass: bool = Field(True, description="with has_ratings: the second sequences are computed, for KTO's KL term")
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
@@ -263,7 +266,7 @@ class Workload(Value):
     @property
     def trained_share(self) -> float:
         """Return the computation of a step as a share of that of training all its sequences."""
-        return trained_share(has_ratings=self.has_ratings)
+        return trained_share(has_ratings=self.has_ratings, has_kl_pass=self.has_kl_pass)
 
     @property
     def num_units(self) -> int:

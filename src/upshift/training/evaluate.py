@@ -12,7 +12,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.preference_loss import PreferenceLoss, kl_term
+from upshift.training.preferences.preference_loss import PreferenceLoss, kl_term
 from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 

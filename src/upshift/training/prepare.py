@@ -53,7 +53,7 @@ from upshift.training.distributed.parallelize import parallelize
 from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial_weights
-from upshift.training.preference_loss import PreferenceLoss, log_ratios
+from upshift.training.preferences.preference_loss import PreferenceLoss, log_ratios
 from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
@@ -474,7 +474,8 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     counts = micro_batch.num_label_tokens > 0
     preference = preference or PreferenceLoss()
     if micro_batch.ratings is None:
-        return preference.mean_loss(log_probabilities, reference, counts=counts)
+        num_tokens = to_device(torch.from_numpy(micro_batch.label_counts), plan.device)
+        return preference.mean_loss(log_probabilities, reference, num_tokens, counts=counts)
     ratings = to_device(torch.from_numpy(micro_batch.ratings), plan.device)
     return preference.mean_loss_of_ratings(log_probabilities, reference, ratings, counts=counts)
 

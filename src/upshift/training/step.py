@@ -32,7 +32,7 @@ from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
-from upshift.training.preference_loss import PreferenceLoss, Rewards, kl_term
+from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards, kl_term
 from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 WATCHED_MICRO_BATCHES = 2  # the longest ones, which come first; gradients exist from the second one on
@@ -185,13 +185,14 @@ class TrainStep:
             self.agree()
             return loss
 
-        if batch.has_ratings:
+        self.preference.mean_tokens = batch.mean_answer_tokens
+        if batch.has_ratings and self.preference.ratings.has_kl:
             self.preference.kl = self._estimate_kl(batch)
         return self._halving.run(batch.micro_batches, accumulate_all)
 
     def compute_mismatched(self, micro_batch: MicroBatch) -> None:
         """Run the forward pass of a micro-batch's mismatched answers as a step does, for a trial. Others have none."""
-        if micro_batch.ratings is not None:
+        if micro_batch.ratings is not None and self.preference.ratings.has_kl:
             sum_log_ratios(self.model, self.plan, [micro_batch])
 
     def _estimate_kl(self, batch: GlobalBatch) -> torch.Tensor:

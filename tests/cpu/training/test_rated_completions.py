@@ -38,7 +38,7 @@ from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, Referenced, StepDone
 from upshift.training.out_of_memory import halve, stand_in
-from upshift.training.preference_loss import PreferenceLoss, RatingSettings, kl_term
+from upshift.training.preferences.preference_loss import PreferenceLoss, RatingSettings, kl_term
 from upshift.training.prepare import prepare_model
 from upshift.training.step import TrainStep
 

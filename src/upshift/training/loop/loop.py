@@ -56,10 +56,10 @@ from upshift.training.loop.state import KlRow, LoggedStep, Progress, RewardRow
 from upshift.training.loop.stop_vote import StopVote
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy, read_memory
-from upshift.training.preference_loss import PreferenceLoss, Rewards
+from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards
+from upshift.training.preferences.reference_model import ReferencePass
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
-from upshift.training.reference_model import ReferencePass
 from upshift.training.sharded_init import read_generation_config
 from upshift.training.step import QueuedStep, Shape, StepResult, TrainStep, check_finite
 from upshift.units import GIB, gib
@@ -235,6 +235,8 @@ class TrainingLoop:
 
     def _add_reference(self) -> None:
         """Compute what the model before the training makes of each pair, or read it if the run has computed it already."""
+        if not (self.data.objective.needs_reference and self.train_step.preference.pairs.needs_reference):
+            return
         with self._phase("reference"):
             reference = ReferencePass(
                 model=self.train_step.model,
@@ -253,16 +255,15 @@ class TrainingLoop:
         self.source = replace(self.source, sequences=data.training)
 
     def _compute_reference(self, reference: ReferencePass) -> TrainingData:
-        """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took.
-
-        Forward passes of all sequences are a third of a step that trains all of them. Compiling comes on top.
-        """
+        """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took."""
         start = time.perf_counter()
         predicted = self.job.predicted
         seconds = None
         if predicted is not None and predicted.step_ms is not None:
             steps_per_epoch = len(self.data.training) / self.job.global_batch
-            share = FORWARD_SHARE / trained_share(has_ratings=self.data.objective.has_ratings)
+            has_ratings = self.data.objective.has_ratings
+            # Compiling comes on top of the forward passes.
+            share = FORWARD_SHARE / trained_share(has_ratings=has_ratings, has_kl_pass=self.arguments.has_kl_pass)
             seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch * share + (predicted.one_time_seconds or 0.0)
         num_pairs = len(self.data.training) // 2
         self._send_event(ReferenceStarted(num_pairs, seconds, self.data.objective.examples))
@@ -299,8 +300,7 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
-        if self.data.objective.needs_reference:
-            self._add_reference()
+        self._add_reference()
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
@@ -490,7 +490,8 @@ class TrainingLoop:
         preference = PreferenceLoss.of(self.arguments)
         rewards: Rewards | None = None
         with self._phase("evaluation"):
-            if self.data.objective.has_ratings:
+            preference.mean_tokens = self.data.objective.mean_answer_tokens(self.data.evaluation)
+            if self.data.objective.has_ratings and preference.ratings.has_kl:
                 preference.kl = estimate_kl(self.train_step.model, self.plan, make_batches())
             loss = evaluate(self.train_step.model, self.plan, make_batches(), preference)
             if self.data.objective.has_pairs:

@@ -11,8 +11,10 @@ import math
 import secrets
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from upshift.benchmarking.environment import library_versions
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
@@ -33,7 +35,7 @@ from upshift.training.loop.events import Evaluated, StepDone
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
-from upshift.training.preference_loss import Rewards
+from upshift.training.preferences.preference_loss import Rewards
 from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
@@ -255,10 +257,17 @@ def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object]
     return next(((name, old, new) for name, old, new in compared if old != new), None)
 
 
+def _contents(sequences: Sequences) -> tuple[NDArray[Any] | None, ...]:
+    """Return what is learned from the sequences. Log-probabilities of the reference follow from it."""
+    return (
+        sequences.tokens, sequences.starts, sequences.lengths, sequences.labels, sequences.ratings, sequences.margins,
+    )  # fmt: skip
+
+
 def fingerprint(sequences: Sequences) -> str:
     """Return the number of sequences and a checksum of their contents."""
     checksum = 0
-    for array in (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels, sequences.ratings):
+    for array in _contents(sequences):
         if array is not None:
             checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"
