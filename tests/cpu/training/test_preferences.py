@@ -179,8 +179,10 @@ def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path,
     with pytest.raises(RequestError, match="cannot be read"):
         run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True), data)
     (output / REFERENCE_NAME).write_bytes(kept)
-    with pytest.raises(RequestError, match="dpo_beta"):
-        run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments={"dpo_beta": 0.3}), data)
+    others: list[dict[str, Any]] = [{"dpo_beta": 0.3}, {"dpo_loss": "robust"}, {"dpo_label_smoothing": 0.1}, {"simpo_gamma": 1.0}]
+    for other in others:
+        with pytest.raises(RequestError, match=next(iter(other))):
+            run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments=other), data)
     events: list[Event] = []
     job = a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True)
     resumed = run_job(job, data, on_event=events.append)

@@ -139,8 +139,9 @@ def test_a_resumed_run_goes_on_as_one_that_never_ended(
 
     with pytest.raises(Interrupted, match="checkpoint-4"):
         run_job(a_job(home, tmp_path / "two", **fields), data, on_event=stop)
-    with pytest.raises(RequestError, match="desirable_weight"):
-        run_job(a_job(home, tmp_path / "two", resume=True, arguments={"desirable_weight": 2.0}, **fields), data)
+    for other in ({"desirable_weight": 2.0}, {"kto_loss": "apo_zero_unpaired"}):
+        with pytest.raises(RequestError, match=next(iter(other))):
+            run_job(a_job(home, tmp_path / "two", resume=True, arguments=other, **fields), data)
     events: list[Event] = []
     resumed = run_job(a_job(home, tmp_path / "two", resume=True, **fields), data, on_event=events.append)
     assert not any(isinstance(event, Referenced) for event in events)

@@ -10,11 +10,10 @@ import logging
 import math
 import secrets
 import zlib
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from upshift.benchmarking.environment import library_versions
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
@@ -257,18 +256,15 @@ def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object]
     return next(((name, old, new) for name, old, new in compared if old != new), None)
 
 
-def _contents(sequences: Sequences) -> tuple[NDArray[Any] | None, ...]:
-    """Return what is learned from the sequences. Log-probabilities of the reference follow from it."""
-    return (
-        sequences.tokens, sequences.starts, sequences.lengths, sequences.labels, sequences.ratings, sequences.margins,
-    )  # fmt: skip
-
-
 def fingerprint(sequences: Sequences) -> str:
-    """Return the number of sequences and a checksum of their contents."""
+    """Return the number of sequences and a checksum of their contents.
+
+    The log-probabilities of the reference do not count: they follow from the rest and from the model.
+    """
     checksum = 0
-    for array in _contents(sequences):
-        if array is not None:
+    for field in fields(sequences):
+        array = getattr(sequences, field.name)
+        if isinstance(array, np.ndarray) and field.name != "reference":
             checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"
 
