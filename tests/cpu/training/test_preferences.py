@@ -150,13 +150,19 @@ def test_no_plan_changes_the_losses(
         assert np.allclose(record.details["evaluation_rewards"], plain.details["evaluation_rewards"], atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", [{}, {"fully_shard": "weights", "shard_size": 2}], ids=["data parallel", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "loss"), [({}, "sigmoid"), ({"fully_shard": "weights", "shard_size": 2}, "discopop,ipo,orpo,sft=0.5")],
+    ids=["data parallel", "fsdp"],
+)  # fmt: skip
 def test_ranks_train_as_one_process(
-    layout: dict[str, Any], home: Path, data: TrainingData, plain: Record, tmp_path: Path
+    layout: dict[str, Any], loss: str, home: Path, data: TrainingData, plain: Record, tmp_path: Path
 ) -> None:
-    """The last batch has one pair, so one of the ranks has none."""
+    """The last batch has one pair, so one of the ranks has none. A mean over tokens is that of all pairs of a step."""
     plan = {"num_processes": 2, "gradient_accumulation_steps": 1, "layout": layout}
-    record = run_job(a_job(home, tmp_path / "out", plan=plan), data)
+    arguments = {"dpo_loss": loss}
+    record = run_job(a_job(home, tmp_path / "out", plan=plan, arguments=arguments), data)
+    if loss != "sigmoid":
+        plain = run_job(a_job(home, tmp_path / "alone", arguments=arguments), data)
     assert losses(record) == pytest.approx(losses(plain), abs=1e-5)
     assert np.allclose(record.details["rewards"], plain.details["rewards"], atol=1e-4)
     assert np.allclose(record.details["evaluation_rewards"], plain.details["evaluation_rewards"], atol=1e-4)

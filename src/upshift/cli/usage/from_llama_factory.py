@@ -89,6 +89,13 @@ def _read_stage(config: ForeignConfig) -> str:
     beta = config.take("pref_beta")
     if stage == "dpo" and beta is not None:
         config.add("dpo-beta", beta, "pref_beta")
+    _read_pair_loss(config)
+    if config.take("pref_ftx"):
+        config.reject("pref_ftx", "the loss of DPO alone is known")
+    return stage
+
+
+def _read_pair_loss(config: ForeignConfig) -> None:
     loss = str(config.take("pref_loss", "sigmoid"))
     if loss not in LOSSES:
         config.reject(f"pref_loss {loss}", f"use one of {', '.join(LOSSES)}", replaced_by="dpo-loss")
@@ -101,9 +108,6 @@ def _read_stage(config: ForeignConfig) -> str:
         config.add("simpo-gamma", gamma, "simpo_gamma")
     if loss == "orpo":
         config.notes.append("the likelihood term of orpo is a mean over all tokens; LLaMA-Factory's is a mean over the answers")
-    if config.take("pref_ftx"):
-        config.reject("pref_ftx", "the loss of DPO alone is known")
-    return stage
 
 
 def _read_batch_and_length(config: ForeignConfig) -> None:

@@ -30,7 +30,8 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
-from upshift.training.evaluate import estimate_kl, evaluate
+from upshift.training.evaluate import estimate_held_out_kl, evaluate
+from upshift.training.forward_passes import Shape
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
@@ -61,7 +62,7 @@ from upshift.training.preferences.reference_model import ReferencePass
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
 from upshift.training.sharded_init import read_generation_config
-from upshift.training.step import QueuedStep, Shape, StepResult, TrainStep, check_finite
+from upshift.training.step import QueuedStep, StepResult, TrainStep, check_finite
 from upshift.units import GIB, gib
 
 HELD_LIMIT_FACTOR = VARYING_HELD_INTERVAL[1]  # times the predicted memory; above it, free heap memory goes back to the system
@@ -239,7 +240,7 @@ class TrainingLoop:
             return
         with self._phase("reference"):
             reference = ReferencePass(
-                model=self.train_step.model,
+                passes=self.train_step.passes,
                 mesh=self.mesh,
                 layout=self.layout,
                 objective=self.data.objective,
@@ -262,7 +263,6 @@ class TrainingLoop:
         if predicted is not None and predicted.step_ms is not None:
             steps_per_epoch = len(self.data.training) / self.job.global_batch
             has_ratings = self.data.objective.has_ratings
-            # Compiling comes on top of the forward passes.
             share = FORWARD_SHARE / trained_share(has_ratings=has_ratings, has_kl_pass=self.arguments.has_kl_pass)
             seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch * share + (predicted.one_time_seconds or 0.0)
         num_pairs = len(self.data.training) // 2
@@ -492,8 +492,8 @@ class TrainingLoop:
         with self._phase("evaluation"):
             preference.mean_tokens = self.data.objective.mean_answer_tokens(self.data.evaluation)
             if self.data.objective.has_ratings and preference.ratings.has_kl:
-                preference.kl = estimate_kl(self.train_step.model, self.plan, make_batches())
-            loss = evaluate(self.train_step.model, self.plan, make_batches(), preference)
+                preference.kl = estimate_held_out_kl(self.train_step.passes, make_batches())
+            loss = evaluate(self.train_step.passes, make_batches(), preference)
             if self.data.objective.has_pairs:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         try:

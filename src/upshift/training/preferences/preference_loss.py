@@ -10,6 +10,7 @@ answer is rated as good or bad. Its reward is compared with beta times the KL te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +193,15 @@ class PreferenceLoss:
     def _add_sums(self, numbers: list[torch.Tensor]) -> None:
         sums = torch.stack(numbers)
         self._sums = sums if self._sums is None else self._sums + sums
+
+    def start_from_here(self) -> Callable[[], None]:
+        """Return a function that forgets the rewards that are added up from now on, for a pass that is repeated."""
+        sums = self._sums
+
+        def forget() -> None:
+            self._sums = sums
+
+        return forget
 
     def reset(self) -> None:
         """Forget the rewards that were added up."""
