@@ -113,15 +113,17 @@ def test_out_of_memory_without_gradients_halves_these_passes_alone(
 ) -> None:
     """The allocator refuses more than one pair in the pass of the reference, and in the evaluation of the held-out pairs."""
     plain = run_job(a_job(home, tmp_path / "plain", arguments=TWO_STEPS), data)
-    passes = {reference_model: "compute_log_probabilities", evaluate: "compute_loss"}
-    for module, name in passes.items():
 
-        def refuse(model: Any, plan: Any, micro_batch: Any, *others: Any, compute: Any = getattr(module, name)) -> Any:
+    def of_one_pair(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(model: Any, plan: Any, micro_batch: Any, *others: Any) -> Any:
             if micro_batch.shape[0] > 2:
                 raise torch.OutOfMemoryError("simulated")
             return compute(model, plan, micro_batch, *others)
 
-        monkeypatch.setattr(module, name, refuse)
+        return refuse
+
+    for module, name in ((reference_model, "compute_log_probabilities"), (evaluate, "compute_loss")):
+        monkeypatch.setattr(module, name, of_one_pair(getattr(module, name)))
     events: list[Event] = []
     halved = run_job(a_job(home, tmp_path / "halved", arguments=TWO_STEPS), data, on_event=events.append)
     (told,) = [event for event in events if isinstance(event, OutOfMemory)]
