@@ -19,7 +19,7 @@ from upshift.planning.cost.rates import offload_wait_seconds, predict_rates
 from upshift.planning.cost.time import StepTime, micro_batch_terms, num_full_micro_batches, predict_time, tokens_per_step
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.workload import LengthHistogram, Workload
+from upshift.planning.workload import LengthHistogram, Workload, forward_share
 
 ROWS = 2
 TOKENS = 8
@@ -359,6 +359,35 @@ def test_a_step_on_a_cpu_is_its_micro_batches_and_its_update() -> None:
     whole = predict_time(PROFILE, trace_of(), plan.changed(torch_compile="model"), workload, host)
     assert compiled is not None and whole is not None
     assert (compiled.one_time, whole.one_time) == (15.0, 10.0 * LAYERS)
+
+
+@pytest.mark.parametrize(("backward", "share"), [(2.0, (3 + 1) / (3 + 3)), (1.0, (2 + 1) / (2 + 2)), (3.0, (4 + 1) / (4 + 4))])
+def test_a_mismatched_sequence_costs_a_forward_pass(backward: float, share: float) -> None:
+    """A backward pass has two products for each one of the forward pass, one if the weights are frozen, and three if it computes
+    the layer again."""
+    trace = trace_of()
+    segments = [
+        segment.changed(backward_accumulating=pass_of(scale * backward))
+        for segment, scale in ((trace.stacks[0].plain[0], 1.0), (trace.gaps[0], 100.0), (trace.gaps[1], 1000.0))
+    ]
+    layer, *gaps = segments
+    trace = trace.changed(gaps=tuple(gaps), chunked_gap=gaps[1], stacks=(StackTrace(plain=(layer,), recomputed={}),))
+    host = measured_cpus().changed(num_nodes=1)
+    workload = Workload(sequence_length=TOKENS, global_batch=12, rows_together=2, clips_gradients=False)
+    plan = plan_of(gradient_accumulation_steps=6, threads_per_process=16, host_memory="keep")
+    kinds = {"pairs": {}, "kto": {"has_ratings": True}, "without kl": {"has_ratings": True, "has_kl_pass": False}}
+    for layout in ({}, {"num_processes": 2, "gradient_accumulation_steps": 3}):
+        seconds = {}
+        for name, fields in kinds.items():
+            step = predict_time(PROFILE, trace, plan.changed(**layout), workload.changed(**fields), host)
+            assert step is not None
+            seconds[name] = step.terms["matrix products"] + step.terms["memory traffic"]
+        assert seconds["kto"] / seconds["pairs"] == pytest.approx(share)
+        assert seconds["without kl"] / seconds["pairs"] == pytest.approx(0.5)
+    expected = [2 / (1 + backward + 1), 2 / (1 + backward), 1 / (1 + backward)]
+    shares = [forward_share(has_ratings=rated, has_kl_pass=kl, has_adapter=backward == 1.0)
+              for rated, kl in ((True, True), (True, False), (False, True))]
+    assert backward == 3.0 or shares == pytest.approx(expected)
 
 
 def test_torchao_compiles_its_update_once_for_each_shape() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
-from pair_runs import GLOBAL_BATCH, losses, pair_job
+from pair_runs import losses, pair_job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
@@ -319,9 +319,3 @@ def test_a_step_needs_the_memory_of_its_rated_completions_alone(chunk_tokens: in
     fields: dict[str, Any] = {"sequence_length": 32, "global_batch": 32, "rows_together": 2}
     shapes = [largest_micro_batch(plan, Workload(**fields, has_ratings=has_ratings)) for has_ratings in (True, False)]
     assert shapes == [plain.shape, rated.shape]
-
-
-def test_a_mismatched_sequence_costs_a_forward_pass() -> None:
-    fields: dict[str, Any] = {"sequence_length": 8, "global_batch": GLOBAL_BATCH, "rows_together": 2}
-    assert Workload(**fields, has_ratings=True).trained_share == pytest.approx((3 + 1) / (3 + 3))
-    assert Workload(**fields).trained_share == 1.0

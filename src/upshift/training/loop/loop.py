@@ -18,7 +18,7 @@ from upshift.models.build import name_padding
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
-from upshift.planning.workload import FORWARD_SHARE, trained_share
+from upshift.planning.workload import forward_share
 from upshift.record import Numbers
 from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
@@ -262,8 +262,8 @@ class TrainingLoop:
         seconds = None
         if predicted is not None and predicted.step_ms is not None:
             steps_per_epoch = len(self.data.training) / self.job.global_batch
-            has_ratings = self.data.objective.has_ratings
-            share = FORWARD_SHARE / trained_share(has_ratings=has_ratings, has_kl_pass=self.arguments.has_kl_pass)
+            kind = {"has_ratings": self.data.objective.has_ratings, "has_kl_pass": self.arguments.has_kl_pass}
+            share = forward_share(**kind, has_adapter=self.job.source().adapter is not None)
             seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch * share + (predicted.one_time_seconds or 0.0)
         num_pairs = len(self.data.training) // 2
         self._send_event(ReferenceStarted(num_pairs, seconds, self.data.objective.examples))
