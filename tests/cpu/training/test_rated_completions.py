@@ -235,6 +235,20 @@ def test_rows_that_say_no_rating_are_rejected_by_place(rows: Rows, words_of_erro
     assert all(part in str(caught.value) for part in ["rows.jsonl", *words_of_error]) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("is_held_out", [False, True])
+@pytest.mark.parametrize("row", [{"prompt": "a", "chosen": " b", "rejected": " b"}, ROW | {"completion": ""}], ids=str)
+def test_rows_of_which_nothing_is_learned_are_an_error_in_words(
+    row: dict[str, Any], is_held_out: bool, home: Path, tmp_path: Path
+) -> None:
+    """All rows of the data, or of the held-out data."""
+    other = {"rejected": " c"} if "rejected" in row else {"completion": " c"}
+    good: Rows = [row | other | {"prompt": f"roads {number}"} for number in range(3)]
+    path = write_jsonl(tmp_path / "rows.jsonl", good if is_held_out else [row])
+    evaluation = write_jsonl(tmp_path / "held-out.jsonl", [row]) if is_held_out else None
+    with pytest.raises(RequestError, match=f"{evaluation or path} has no sequence of two or more tokens with something to learn"):
+        prepare_data(find_model(str(home / "model")), path, eval_data=evaluation, sequence_length=LENGTH, options=KTO)
+
+
 def test_numbers_and_texts_of_tables_rate_as_true_and_false(home: Path, tmp_path: Path) -> None:
     labels = [True, 1, 1.0, "true", "True", "1", False, 0, 0.0, "false", "FALSE", "0"]
     ratings = []
