@@ -33,9 +33,11 @@ from upshift.cli.options import (
     check_file,
     option,
     output_folder,
+    parameter_of,
     split_names,
     with_adapter_options,
     with_layout_flags,
+    with_options_as,
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import FOREIGN_READERS, HelpCommand
@@ -317,12 +319,27 @@ Heal = Annotated[
 ]  # fmt: skip
 
 
+PREFERENCE_OPTIONS = (
+    parameter_of("dpo_beta", DpoBeta, BETA),
+    parameter_of("dpo_loss", DpoLoss, "sigmoid"),
+    parameter_of("dpo_label_smoothing", DpoLabelSmoothing, 0.0),
+    parameter_of("simpo_gamma", SimpoGamma, SIMPO_GAMMA),
+    parameter_of("kto_beta", KtoBeta, BETA),
+    parameter_of("kto_loss", KtoLossOption, "kto"),
+    parameter_of("desirable_weight", DesirableWeight, 1.0),
+    parameter_of("undesirable_weight", UndesirableWeight, 1.0),
+    parameter_of("center_rewards_coefficient", CenterRewardsCoefficient, 0.0),
+)
+
+
 @with_layout_flags
 @with_adapter_options
+@with_options_as("preferences", PREFERENCE_OPTIONS)
 def command(
     model: Model,
     data: Data,
     adapter: AdapterOptions,
+    preferences: dict[str, Any],
     eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     objective: ObjectiveOption = None,
@@ -338,15 +355,6 @@ def command(
     lr_scheduler_type: Schedule = "linear",
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
-    dpo_beta: DpoBeta = BETA,
-    dpo_loss: DpoLoss = "sigmoid",
-    dpo_label_smoothing: DpoLabelSmoothing = 0.0,
-    simpo_gamma: SimpoGamma = SIMPO_GAMMA,
-    kto_beta: KtoBeta = BETA,
-    kto_loss: KtoLossOption = "kto",
-    desirable_weight: DesirableWeight = 1.0,
-    undesirable_weight: UndesirableWeight = 1.0,
-    center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
@@ -379,7 +387,7 @@ def command(
     from_llama_factory: FromLlamaFactory = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
-    request = request_of(locals() | adapter.model_dump())
+    request = request_of(locals() | adapter.model_dump() | preferences)
     request.check_rank()
     _run(request, backend, as_json=as_json)
 

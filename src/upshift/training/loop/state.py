@@ -159,10 +159,7 @@ def open_run(job: Job, data: TrainingData) -> Job:
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
         if previous_run is not None and previous_run.finished:
-            raise RequestError(
-                f"the run in {directory} is finished and has no checkpoint to resume from; "
-                "use --overwrite to train again, or another output directory"
-            )
+            raise _finished_run(directory)
         if job.resume and previous_run is not None and _first_difference(previous_run, run) is None:
             run = run.changed(id=previous_run.id)
         run.write(directory)
@@ -197,14 +194,26 @@ def _find_lost_steps(run: Run, directory: Path, step: int) -> tuple[int, ...]:
 
 
 def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) -> None:
-    """Raise RequestError if the run file is damaged, or if a run that resumes had another adapter.
+    """Raise RequestError if the run file is damaged, or if a run that resumes is finished or had another adapter.
 
     Call it before anything slow."""
     if not (directory / RUN_NAME).exists():
         return
     previous_run = Run.read(directory)
-    if resume and previous_run.adapter is not None and newest_checkpoint(directory) is not None:
+    if not resume:
+        return
+    has_checkpoint = newest_checkpoint(directory) is not None
+    if previous_run.finished and not has_checkpoint:
+        raise _finished_run(directory)
+    if previous_run.adapter is not None and has_checkpoint:
         adapter.check_same(previous_run.adapter, directory)
+
+
+def _finished_run(directory: Path) -> RequestError:
+    return RequestError(
+        f"the run in {directory} is finished and has no checkpoint to resume from; "
+        "use --overwrite to train again, or another output directory"
+    )
 
 
 def check_resumed_data(directory: Path, data: TrainingData, options: DataOptions, arguments: Arguments) -> None:
