@@ -328,7 +328,8 @@ def _read_pair_losses(config: ForeignConfig, loss: str | None) -> None:
         advice = f"there are {len(weights)} weights for {len(names)} losses; give one weight for each"
         config.reject("dpo_loss_weights", advice, replaced_by="dpo-loss")
     elif names:
-        sources = [key for key in ("dpo_loss_type", "dpo_loss_weights") if key in config.values]
+        keys: tuple[str, ...] = ("dpo_loss_type", "dpo_loss_weights")
+        sources = [key for key in keys if key in config.values]
         losses = [f"{name}={weight}" if weight != 1 else str(name) for name, weight in zip(names, weights, strict=True)]
         config.add("dpo-loss", ",".join(losses), *(sources or ["rl"]))
 
