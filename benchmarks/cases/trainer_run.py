@@ -30,6 +30,7 @@ from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.evaluate import evaluate
+from upshift.training.forward_passes import ForwardPasses
 from upshift.training.loop.events import Event, Started, StepDone
 from upshift.training.prepare import load_or_build
 from upshift.training.run import Watcher, train
@@ -182,9 +183,8 @@ def held_out_loss(model: Any, data: TrainingData, plain: Plan) -> float | None:
     torch._dynamo.reset()
     layout = layout_for(plain, data.objective)
     global_batch = plain.per_device_train_batch_size
-    return evaluate(
-        model, plain, evaluation_batches(data.evaluation, global_batch=global_batch, layout=layout, objective=data.objective)
-    )
+    batches = evaluation_batches(data.evaluation, global_batch=global_batch, layout=layout, objective=data.objective)
+    return evaluate(ForwardPasses(model, plain), batches)
 
 
 def main(path: str) -> None:

@@ -57,7 +57,8 @@ WORKERS = {
     "load-test": Worker("upshift.serving.load_test.run", "load_test", "http://127.0.0.1:1"),
 }
 OUTPUT_ALONE = {"--json", "--html", "--help", "--results", "--init"}  # where the answer goes, not what is asked
-VALUES = {  # of texts that are read before the code behind is reached
+VALUES = {
+    "--dpo-loss": "ipo", "--simpo-gamma": "1",  # of texts that are read before the code behind is reached
     "--set": "precision=fp32", "--allow": "bf16-weights", "--rate": "3,4", "--precision": "fp32", "--lr-scheduler-type": "cosine",
     "--schedule": "gpipe", "--fully-shard": "weights", "--measure": "cpu_seconds",
     "--report-to": "wandb,mlflow",

@@ -76,7 +76,7 @@ def test_a_small_config_becomes_options_and_a_description_of_its_data(tmp_path: 
          {"path": "chats.jsonl", "split": "test[:5]", "format": "messages", "columns": {"messages": "turns", "system": "about"},
           "message_fields": {"role": "who", "content": "says"}, "roles": {"me": "user", "bot": "assistant"},
           "template": "llama-factory/zephyr", "system": "Be brief."}),
-        ({"dataset": "pairs", "stage": "dpo", "pref_beta": 0.2},
+        ({"dataset": "pairs", "stage": "dpo", "pref_beta": 0.2, "pref_loss": "simpo", "simpo_gamma": 0.7},
          {"path": "pairs.json", "format": "preference", "columns": {"instruction": "q", "chosen": "good", "rejected": "bad"},
           "template": QWEN}),
         ({"template": "yi", "mask_history": True},
@@ -95,6 +95,7 @@ def test_data_sets_of_dataset_info_are_described(keys: dict[str, Any], expected:
     assert read_description(found["data"]) is not None
     assert ("chat_template" in found) == (keys.get("template") == "chatml")
     assert found.get("objective") == ("dpo" if "stage" in keys else None)
+    assert (found.get("dpo_loss"), found.get("simpo_gamma")) == (keys.get("pref_loss"), keys.get("simpo_gamma"))
 
 
 def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_defaults_that_differ_become_options(tmp_path: Path) -> None:
         ({"dataset": "pairs"}, "dataset pairs (ranking True is not for stage sft)"),
         ({"dataset_dir": "nowhere"}, "dataset_dir (nowhere/dataset_info.json cannot be read"),
         ({"mix_strategy": "interleave_under"}, "mix_strategy interleave_under ("),
-        ({"stage": "dpo", "dataset": "pairs", "pref_loss": "orpo"}, "pref_loss orpo (only sigmoid"),
+        ({"stage": "dpo", "dataset": "pairs", "pref_loss": "kto_pair"}, "pref_loss kto_pair (use one of sigmoid, hinge"),
         ({"quantization_bit": 8}, "quantization_bit 8 ("),
         ({"use_galore": True}, "use_galore (not known here)"),
         ({"trust_remote_code": True}, "trust_remote_code (code from a model's files is never run)"),

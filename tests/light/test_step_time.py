@@ -19,7 +19,7 @@ from upshift.planning.cost.rates import offload_wait_seconds, predict_rates
 from upshift.planning.cost.time import StepTime, micro_batch_terms, num_full_micro_batches, predict_time, tokens_per_step
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.workload import LengthHistogram, Workload
+from upshift.planning.workload import LengthHistogram, Workload, forward_share
 
 ROWS = 2
 TOKENS = 8
@@ -359,6 +359,40 @@ def test_a_step_on_a_cpu_is_its_micro_batches_and_its_update() -> None:
     whole = predict_time(PROFILE, trace_of(), plan.changed(torch_compile="model"), workload, host)
     assert compiled is not None and whole is not None
     assert (compiled.one_time, whole.one_time) == (15.0, 10.0 * LAYERS)
+
+
+@pytest.mark.parametrize(("backward", "share"), [(2.0, (3 + 1) / (3 + 3)), (1.0, (2 + 1) / (2 + 2)), (3.0, (4 + 1) / (4 + 4))])
+def test_a_mismatched_sequence_costs_a_forward_pass(backward: float, share: float) -> None:
+    """A backward pass has two products for each one of the forward pass, one if the weights are frozen, and three if it computes
+    the layer again."""
+    trace = trace_of()
+    segments = [
+        segment.changed(backward_accumulating=pass_of(scale * backward))
+        for segment, scale in ((trace.stacks[0].plain[0], 1.0), (trace.gaps[0], 100.0), (trace.gaps[1], 1000.0))
+    ]
+    layer, *gaps = segments
+    trace = trace.changed(gaps=tuple(gaps), chunked_gap=gaps[1], stacks=(StackTrace(plain=(layer,), recomputed={}),))
+    host = measured_cpus().changed(num_nodes=1)
+    workload = Workload(sequence_length=TOKENS, global_batch=12, rows_together=2, clips_gradients=False)
+    plan = plan_of(gradient_accumulation_steps=6, threads_per_process=16, host_memory="keep")
+    kinds = {"pairs": {}, "kto": {"has_ratings": True}, "without kl": {"has_ratings": True, "has_kl_pass": False}}
+    for layout in ({}, {"num_processes": 2, "gradient_accumulation_steps": 3}):
+        seconds = {}
+        for name, fields in kinds.items():
+            step = predict_time(PROFILE, trace, plan.changed(**layout), workload.changed(**fields), host)
+            assert step is not None
+            seconds[name] = step.terms["matrix products"] + step.terms["memory traffic"]
+        assert seconds["kto"] / seconds["pairs"] == pytest.approx(share)
+        assert seconds["without kl"] / seconds["pairs"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("has_adapter", "backward"), [(False, 2.0), (True, 1.0)])
+def test_a_pass_of_the_reference_is_a_share_of_a_step(has_adapter: bool, backward: float) -> None:
+    """It computes two sequences for each one that KTO trains."""
+    kinds = {(False, True): 1 / (1 + backward), (True, True): 2 / (2 + backward), (True, False): 2 / (1 + backward)}
+    for (has_ratings, has_kl_pass), share in kinds.items():
+        found = forward_share(has_ratings=has_ratings, has_kl_pass=has_kl_pass, has_adapter=has_adapter)
+        assert found == pytest.approx(share)
 
 
 def test_torchao_compiles_its_update_once_for_each_shape() -> None:

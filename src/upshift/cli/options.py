@@ -490,7 +490,7 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     def command_with_flags(**arguments: Any) -> None:
         command(**move_flags_to_set(arguments))
 
-    flags = [_parameter(name, _flag_annotation(name, flag), None) for name, flag in LAYOUT_FLAGS.items()]
+    flags = [parameter_of(name, _flag_annotation(name, flag), None) for name, flag in LAYOUT_FLAGS.items()]
     _replace_signature(command_with_flags, command, flags)
     return command_with_flags
 
@@ -507,19 +507,38 @@ def with_adapter_options(command: Callable[..., None]) -> Callable[..., None]:
     return command_with_options
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def with_options_as(
+    argument: str, parameters: Sequence[inspect.Parameter]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of commands. It adds these options, and passes their values by name in one argument."""
+    names = [parameter.name for parameter in parameters]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def command_with_options(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in names}
+            command(**arguments, **{argument: given})
+
+        _replace_signature(command_with_options, command, list(parameters), without=argument)
+        return command_with_options
+
+    return decorate
+
+
+def parameter_of(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Return the parameter of a command that makes an option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 ADAPTER_PARAMETERS = (
-    _parameter("lora_rank", LoraRank, None),
-    _parameter("lora_alpha", LoraAlpha, None),
-    _parameter("lora_dropout", LoraDropout, 0.0),
-    _parameter("lora_target", LoraTarget, ALL_LINEAR),
-    _parameter("lora_modules_to_save", LoraModulesToSave, ""),
-    _parameter("lora_rslora", LoraRslora, False),
-    _parameter("lora_dora", LoraDora, False),
-    _parameter("load_in_4bit", FourBits, False),
+    parameter_of("lora_rank", LoraRank, None),
+    parameter_of("lora_alpha", LoraAlpha, None),
+    parameter_of("lora_dropout", LoraDropout, 0.0),
+    parameter_of("lora_target", LoraTarget, ALL_LINEAR),
+    parameter_of("lora_modules_to_save", LoraModulesToSave, ""),
+    parameter_of("lora_rslora", LoraRslora, False),
+    parameter_of("lora_dora", LoraDora, False),
+    parameter_of("load_in_4bit", FourBits, False),
 )
 
 

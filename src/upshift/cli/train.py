@@ -33,9 +33,11 @@ from upshift.cli.options import (
     check_file,
     option,
     output_folder,
+    parameter_of,
     split_names,
     with_adapter_options,
     with_layout_flags,
+    with_options_as,
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import FOREIGN_READERS, HelpCommand
@@ -52,12 +54,15 @@ from upshift.training.arguments import (
     DEFAULT_OUTPUT,
     LOSS,
     SEEDS,
+    SIMPO_GAMMA,
     TRIAL_SECONDS,
     Arguments,
+    KtoLoss,
     LearningRateSchedule,
     Tracker,
     TrainRequest,
 )
+from upshift.training.preferences.loss_names import NAMES, SMOOTHED, read_losses
 
 EvalData = Annotated[
     str | None,
@@ -114,6 +119,40 @@ DpoBeta = Annotated[
     option(
         "--dpo-beta", text="With --objective dpo: a larger value keeps the model closer to what it was.",
         panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+
+
+def _check_dpo_loss(text: str) -> str:
+    read_losses(text)
+    return text
+
+
+DpoLoss = Annotated[
+    str,
+    option(
+        "--dpo-loss", panel=Panel.OPTIMIZATION, metavar="NAME,NAME", check=_check_dpo_loss,
+        text=f"With --objective dpo, one loss or a sum such as sigmoid=0.8,sft=0.2: {', '.join(NAMES)}.",
+    ),
+]  # fmt: skip
+DpoLabelSmoothing = Annotated[
+    float,
+    option(
+        "--dpo-label-smoothing", text=f"The share of wrong pairs. For {', '.join(SMOOTHED)}.", panel=Panel.OPTIMIZATION,
+        metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+SimpoGamma = Annotated[
+    float,
+    option(
+        "--simpo-gamma", text="With --dpo-loss simpo: by how much the better reward shall be larger.", panel=Panel.OPTIMIZATION,
+        metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+KtoLossOption = Annotated[
+    str,
+    option(
+        "--kto-loss", text="The loss of --objective kto", panel=Panel.OPTIMIZATION, metavar="NAME", choices=get_args(KtoLoss)
     ),
 ]  # fmt: skip
 KtoBeta = Annotated[
@@ -279,12 +318,27 @@ Heal = Annotated[
 ]  # fmt: skip
 
 
+PREFERENCE_OPTIONS = (
+    parameter_of("dpo_beta", DpoBeta, BETA),
+    parameter_of("dpo_loss", DpoLoss, "sigmoid"),
+    parameter_of("dpo_label_smoothing", DpoLabelSmoothing, 0.0),
+    parameter_of("simpo_gamma", SimpoGamma, SIMPO_GAMMA),
+    parameter_of("kto_beta", KtoBeta, BETA),
+    parameter_of("kto_loss", KtoLossOption, "kto"),
+    parameter_of("desirable_weight", DesirableWeight, 1.0),
+    parameter_of("undesirable_weight", UndesirableWeight, 1.0),
+    parameter_of("center_rewards_coefficient", CenterRewardsCoefficient, 0.0),
+)
+
+
 @with_layout_flags
 @with_adapter_options
+@with_options_as("preferences", PREFERENCE_OPTIONS)
 def command(
     model: Model,
     data: Data,
     adapter: AdapterOptions,
+    preferences: dict[str, Any],
     eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     objective: ObjectiveOption = None,
@@ -300,11 +354,6 @@ def command(
     lr_scheduler_type: Schedule = "linear",
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
-    dpo_beta: DpoBeta = BETA,
-    kto_beta: KtoBeta = BETA,
-    desirable_weight: DesirableWeight = 1.0,
-    undesirable_weight: UndesirableWeight = 1.0,
-    center_rewards_coefficient: CenterRewardsCoefficient = 0.0,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
@@ -337,7 +386,7 @@ def command(
     from_llama_factory: FromLlamaFactory = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
-    request = request_of(locals() | adapter.model_dump())
+    request = request_of(locals() | adapter.model_dump() | preferences)
     request.check_rank()
     _run(request, backend, as_json=as_json)
 

@@ -139,6 +139,7 @@ def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: Ad
     for name in options.lora_modules_to_save:
         _check_saved(name, modules)
     for name in targets:
+        _check_target(name, modules)
         inside = [saved for saved in options.lora_modules_to_save if _is_inside(paths, name, saved)]
         if inside:
             raise RequestError(
@@ -159,6 +160,23 @@ def _target_names(paths: list[str], source: ModelSource, options: AdapterOptions
             f"{max(paths, key=lambda path: path.count('.'))}"
         )
     return matched
+
+
+def _check_target(name: str, modules: dict[str, nn.Module]) -> None:
+    """Raise RequestError if a target has no weights of its own, so that peft has no adapter for it."""
+    for path in (path for path in modules if _has_name(path, name)):
+        module = modules[path]
+        inside = next((child for child, other in modules.items() if child.startswith(f"{path}.") and _is_leaf(other)), None)
+        if inside is not None and not any(True for _ in module.parameters(recurse=False)):
+            raise RequestError(
+                f"--lora-target {name}: {path} is a {type(module).__name__}, which only holds modules; name modules within it, "
+                f"such as {inside.rpartition('.')[2]}"
+            )
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Return whether a module has weights and no modules."""
+    return not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False))
 
 
 def _check_saved(name: str, modules: dict[str, nn.Module]) -> None:

@@ -240,12 +240,16 @@ class LengthHistogram(Value):
 
 RowsTogether = Literal[1, 2]
 PAIR_OBJECTIVES = "--objective dpo, kto or reward"  # for messages
-FORWARD_SHARE = 1.0 / 3.0  # of the products of a sequence that is trained: the backward pass has two for each of its own
 
 
-def trained_share(*, has_ratings: bool) -> float:
-    """Return the computation of a step as a share of that of training all its sequences, of which KTO trains every second one."""
-    return (1.0 + FORWARD_SHARE) / 2.0 if has_ratings else 1.0
+def forward_share(*, has_ratings: bool, has_kl_pass: bool, has_adapter: bool) -> float:
+    """Return the computation of a forward pass of all sequences as a share of a step with them.
+
+    The backward pass has two products for each one of the forward pass, or one if the weights are frozen. KTO trains every second
+    sequence, and computes the others once for its KL term.
+    """
+    of_trained = 2.0 if has_adapter else 3.0
+    return 2.0 / (of_trained + has_kl_pass) if has_ratings else 1.0 / of_trained
 
 
 class Workload(Value):
@@ -258,6 +262,7 @@ class Workload(Value):
     has_ratings: bool = Field(
         False, description="with rows_together=2, the second sequence has only a forward pass: the mismatched one of KTO"
     )
+    has_kl_pass: bool = Field(True, description="with has_ratings: the second sequences are computed, for KTO's KL term")
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
@@ -276,9 +281,14 @@ class Workload(Value):
         return self.sequence_length if self.lengths is None else self.lengths.longest
 
     @property
-    def trained_share(self) -> float:
-        """Return the computation of a step as a share of that of training all its sequences."""
-        return trained_share(has_ratings=self.has_ratings)
+    def num_trained(self) -> float:
+        """Return the sequences of a step that have a backward pass: KTO trains every second one."""
+        return self.global_batch / (2 if self.has_ratings else 1)
+
+    @property
+    def forward_passes(self) -> int:
+        """Return how many sequences a step computes without a backward pass for each one that it trains."""
+        return int(self.has_ratings and self.has_kl_pass)
 
     @property
     def num_units(self) -> int:

@@ -17,6 +17,7 @@ from upshift.errors import RequestError
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
 from upshift.training.data.data_options import DataKeywords, DataOptions
+from upshift.training.preferences.loss_names import check_smoothing, read_losses, write_losses
 from upshift.value import Value
 
 LearningRateSchedule = Literal[
@@ -24,12 +25,18 @@ LearningRateSchedule = Literal[
 ]
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+KtoLoss = Literal["kto", "apo_zero_unpaired"]  # TRL's loss_type of KTOConfig
 
 BETA = 0.1  # of DPO and KTO, as in TRL's DPOConfig and KTOConfig
+SIMPO_GAMMA = 0.5  # as in TRL's CPOConfig
 OBJECTIVE_OF = {  # the arguments that are for one objective alone
     "center_rewards_coefficient": "reward",
     "dpo_beta": "dpo",
+    "dpo_loss": "dpo",
+    "dpo_label_smoothing": "dpo",
+    "simpo_gamma": "dpo",
     "kto_beta": "kto",
+    "kto_loss": "kto",
     "desirable_weight": "kto",
     "undesirable_weight": "kto",
 }
@@ -57,6 +64,10 @@ class Arguments(Value):
         0.0, ge=0, description="of reward models: the weight of the squared sum of a pair's rewards, which centers them at 0"
     )
     dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
+    dpo_loss: str = Field("sigmoid", description="of DPO: one or several losses of pairs, such as sigmoid=0.8,sft=0.2")
+    dpo_label_smoothing: float = Field(0.0, ge=0, lt=1, description="of DPO: the share of pairs that are wrong")
+    simpo_gamma: float = Field(SIMPO_GAMMA, ge=0, description="of the loss simpo: by how much the better reward shall be larger")
+    kto_loss: KtoLoss = Field("kto", description="of KTO: rewards are compared with the KL term, or with 0")
     kto_beta: float = Field(BETA, gt=0, description="of KTO: a larger value keeps the model closer to what it was")
     desirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of good completions")
     undesirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of bad completions")
@@ -81,11 +92,36 @@ class Arguments(Value):
             )
         return value if 0 < value < 1 else int(value)
 
+    @field_validator("dpo_loss")
+    @classmethod
+    def _check_losses(cls, value: str) -> str:
+        """Return the losses of pairs in one order, so that a resumed run may name them in another one."""
+        return write_losses(read_losses(value))
+
     @field_validator("metric_for_best_model")
     @classmethod
     def _check_metric_name(cls, value: str) -> str:
         """Return the name of a metric. transformers takes it with and without the prefix of an evaluation."""
         return value.removeprefix("eval_")
+
+    @property
+    def pair_losses(self) -> frozenset[str]:
+        """Return the names of the losses of pairs."""
+        return frozenset(name for name, _ in read_losses(self.dpo_loss))
+
+    @property
+    def has_kl_pass(self) -> bool:
+        """Return whether KTO compares rewards with the KL term."""
+        return self.kto_loss == "kto"
+
+    def check_pair_losses(self) -> None:
+        """Raise RequestError if a setting of the losses of pairs is not used, or does not suit them."""
+        check_smoothing(self.pair_losses, self.dpo_label_smoothing)
+        if self.simpo_gamma != SIMPO_GAMMA and "simpo" not in self.pair_losses:
+            raise RequestError(
+                f"--simpo-gamma {self.simpo_gamma:g} is for --dpo-loss simpo, and the loss is {self.dpo_loss}; leave it out, or "
+                "use simpo"
+            )
 
     def check_metric(self, metrics: Collection[str], kind: str) -> None:
         """Raise RequestError if the evaluations of a task measure another metric than that of the best model."""
@@ -183,10 +219,12 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
         for name, objective in OBJECTIVE_OF.items():
             value = getattr(checked, name)
             if value != Arguments.model_fields[name].default and request.objective != objective:
+                shown = value if isinstance(value, str) else f"{value:g}"
                 raise RequestError(
-                    f"--{name.replace('_', '-')} {value:g} is for --objective {objective}; add --objective {objective}, or leave "
+                    f"--{name.replace('_', '-')} {shown} is for --objective {objective}; add --objective {objective}, or leave "
                     "it out"
                 )
+        checked.check_pair_losses()
         if checked.desirable_weight == checked.undesirable_weight == 0:
             raise RequestError("--desirable-weight and --undesirable-weight are both 0, so nothing is learned; give one above 0")
         request.check_evaluation_size(checked)

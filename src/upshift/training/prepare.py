@@ -11,7 +11,7 @@ activations to host memory, and compute the loss in the plan's precision.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
@@ -47,13 +47,13 @@ from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.distributed.context_parallel import apply_context_parallel
-from upshift.training.distributed.fsdp import reshard_weights, shard_weights
+from upshift.training.distributed.fsdp import shard_weights
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.parallelize import parallelize
 from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial_weights
-from upshift.training.preference_loss import PreferenceLoss, log_ratios
+from upshift.training.preferences.preference_loss import PreferenceLoss, log_ratios
 from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
@@ -474,7 +474,8 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     counts = micro_batch.num_label_tokens > 0
     preference = preference or PreferenceLoss()
     if micro_batch.ratings is None:
-        return preference.mean_loss(log_probabilities, reference, counts=counts)
+        num_tokens = to_device(torch.from_numpy(micro_batch.label_counts), plan.device)
+        return preference.mean_loss(log_probabilities, reference, num_tokens, counts=counts)
     ratings = to_device(torch.from_numpy(micro_batch.ratings), plan.device)
     return preference.mean_loss_of_ratings(log_probabilities, reference, ratings, counts=counts)
 
@@ -496,24 +497,18 @@ def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBa
         return -sequence_losses(model, inputs)
 
 
-def sum_log_ratios(model: nn.Module, plan: Plan, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Return the sum of the log-ratios of the mismatched answers of this rank, and their number [2], without gradients.
+def sum_log_ratios(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the sum of the log-ratios of the mismatched answers of a micro-batch, and their number [2].
 
-    KTO's KL term is their mean over the global batch. Micro-batches that do not count run only if ranks exchange tensors.
+    Both are 0 if it does not count. KTO's KL term is the mean log-ratio of a global batch.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    with torch.no_grad():
-        for micro_batch in micro_batches:
-            if not (micro_batch.num_label_tokens or plan.layout.exchanges):
-                continue
-            mismatched = every_second_row(micro_batch, first=1)
-            assert mismatched.reference is not None
-            log_probabilities = compute_log_probabilities(model, plan, mismatched)
-            if micro_batch.num_label_tokens:
-                ratios = log_ratios(log_probabilities, to_device(torch.from_numpy(mismatched.reference), plan.device))
-                sums += torch.stack([ratios.double().sum(), torch.full((), float(len(ratios)), device=ratios.device).double()])
-    reshard_weights(model)
-    return sums
+    mismatched = every_second_row(micro_batch, first=1)
+    assert mismatched.reference is not None
+    log_probabilities = compute_log_probabilities(model, plan, mismatched)
+    if not micro_batch.num_label_tokens:
+        return torch.zeros(2, dtype=torch.float64, device=plan.device)
+    ratios = log_ratios(log_probabilities, to_device(torch.from_numpy(mismatched.reference), plan.device))
+    return torch.stack([ratios.double().sum(), torch.full((), float(len(ratios)), device=ratios.device).double()])
 
 
 def _counting_labels(model: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:

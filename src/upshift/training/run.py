@@ -208,6 +208,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         global_batch=global_batch,
         rows_together=request.rows_together,
         has_ratings=request.has_ratings,
+        has_kl_pass=request.arguments.has_kl_pass,
         lengths=_histogram_unless_full(data),
         total_steps=steps,
         allow=request.allow,

@@ -17,7 +17,7 @@ from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up, set_last_micro_batch
+from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up, reshard_weights, set_last_micro_batch
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, copy_tied_weights, sum_loss
 from upshift.training.distributed.host_copy import HostCopy
 from upshift.training.distributed.mesh import Mesh, all_reduce_max
@@ -29,15 +29,15 @@ from upshift.training.distributed.weight_update import (
     sum_gradients_over_job,
 )
 from upshift.training.elastic.replica import ReplicaGroup
+from upshift.training.evaluate import estimate_kl
+from upshift.training.forward_passes import ForwardPasses, OnHalved
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
-from upshift.training.preference_loss import PreferenceLoss, Rewards, kl_term
+from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
 WATCHED_MICRO_BATCHES = 2  # the longest ones, which come first; gradients exist from the second one on
-Shape = tuple[int, ...]
-OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and the allocator's message
 Watch = Callable[[], AbstractContextManager[object]]
 
 
@@ -122,6 +122,7 @@ class TrainStep:
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
         self._oom_catch_up = OomCatchUp(model, mesh, on_failure=self._read_memory) if can_catch_up(plan.layout) else None
         self._overlapped_sums = OverlappedSums(model, mesh, on_failure=self._read_memory) if can_overlap(plan) else None
+        self.passes = ForwardPasses(model, plan, catch_up=self._oom_catch_up, on_failure=self._read_memory, on_halved=on_halved)
         self._halving = BatchHalving[MicroBatch](
             halve=self._halve_micro_batch,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
@@ -185,26 +186,18 @@ class TrainStep:
             self.agree()
             return loss
 
-        if batch.has_ratings:
-            self.preference.kl = self._estimate_kl(batch)
+        self.preference.mean_tokens = batch.mean_answer_tokens
+        if batch.has_ratings and self.preference.ratings.has_kl:
+            with chunked_loss(self.model, self.plan):
+                self.preference.kl = estimate_kl(self.passes, [batch])
         return self._halving.run(batch.micro_batches, accumulate_all)
 
     def compute_mismatched(self, micro_batch: MicroBatch) -> None:
         """Run the forward pass of a micro-batch's mismatched answers as a step does, for a trial. Others have none."""
-        if micro_batch.ratings is not None:
-            sum_log_ratios(self.model, self.plan, [micro_batch])
-
-    def _estimate_kl(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return KTO's KL term of the whole global batch, so that no division into micro-batches changes the loss."""
-
-        def sum_all(micro_batches: list[MicroBatch]) -> torch.Tensor:
-            with chunked_loss(self.model, self.plan):
-                return sum_log_ratios(self.model, self.plan, micro_batches)
-
-        in_lockstep = self._oom_catch_up is not None or self._overlapped_sums is not None
-        # Ranks in lockstep could not repeat a forward pass alone.
-        sums = sum_all(list(batch.micro_batches)) if in_lockstep else self._halving.run(batch.micro_batches, sum_all)
-        return kl_term(sums, num_processes=self.plan.num_processes)
+        if micro_batch.ratings is not None and self.preference.ratings.has_kl:
+            with torch.no_grad():
+                sum_log_ratios(self.model, self.plan, micro_batch)
+            reshard_weights(self.model)
 
     def agree(self) -> None:
         """Agree after the last micro-batch that it fitted. Raise on all ranks that exchange if one of them ran out of memory."""

@@ -89,7 +89,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @dataclass(frozen=True)
 class Case:
     """``plan``: fields of Plan, but for those of ``layout``. ``lengths``: of sequences, mixed or equal. ``fails``: a rank that
-    has memory for so many tokens at once from some step and micro-batch on, forward or backward."""
+    has memory for so many tokens at once from some step and micro-batch on, forward, backward or in passes without gradients.
+    ``rated``: answers are learned by KTO."""
 
     model: str = "llama"
     world: int = 1
@@ -104,6 +105,7 @@ class Case:
     layers: int = 2
     device: str = "cpu"
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
+    rated: bool = False
     skips: tuple[int, ...] = ()  # steps in which no rank runs the MLP of the last layer
 
     @property
@@ -120,6 +122,7 @@ class Result:
     held: float = 0.0  # of the model's elements, what rank 0 has of weights
     state: float = 0.0  # and of the optimizer's first moments
     halvings: int = 0
+    halvings_without_gradients: int = 0
     pinned: int = 0  # the most bytes of pinned memory that rank 0 had at once, with activations on the host
 
     def difference(self, other: Result) -> float:
@@ -213,6 +216,17 @@ def some_sequences(count: int, lengths: str, *, seed: int = 0) -> Any:
     return cut_sequences(TokenizedCorpus.from_documents(documents), LENGTH)
 
 
+def rated(sequences: Any, case: Case) -> Any:
+    """The same sequences, of which every second one is a mismatched answer, if answers are rated."""
+    import numpy as np
+
+    if not case.rated:
+        return sequences
+    ratings = np.repeat(np.arange(len(sequences) // 2) % 3 > 0, 2)
+    reference = -4.6 * sequences.lengths.astype(np.float32)  # near that of random weights, so that the KL term is above 0
+    return replace(sequences, ratings=ratings, reference=reference)
+
+
 def train(case: Case) -> Result:
     """As the training loop does it; on every rank."""
     import torch
@@ -249,10 +263,14 @@ def train(case: Case) -> Result:
         step_module.can_overlap = lambda plan: True
     stepper = TrainStep(model, place, Arguments(**(OPTIONS | case.options)))
     step_module.can_overlap = can_overlap
-    objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
+    objective = Objective(
+        kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None, has_pairs=case.rated,
+        has_ratings=case.rated,
+    )  # fmt: skip
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(
-        sequences=some_sequences(SEQUENCES, case.lengths), global_batch=GLOBAL_BATCH, layout=layout, objective=objective, seed=1
+        sequences=rated(some_sequences(SEQUENCES, case.lengths), case), global_batch=GLOBAL_BATCH, layout=layout,
+        objective=objective, seed=1,
     )
     batches = source.batches()
     outcomes = []
@@ -262,15 +280,16 @@ def train(case: Case) -> Result:
         has_last_layer = place.stage == plan.layout.pipeline_parallel - 1
         with without_mlp(model) if step in case.skips and has_last_layer else contextlib.nullcontext():
             outcomes.append(stepper.step(next(batches)))
-    seven = some_sequences(7, "mixed", seed=9)
+    seven = rated(some_sequences(8 if case.rated else 7, "mixed", seed=9), case)
     held_out = evaluation_batches(seven, global_batch=GLOBAL_BATCH, layout=layout, objective=objective)
     return Result(
         losses=[outcome.loss for outcome in outcomes],
         norms=[outcome.gradient_norm or 0.0 for outcome in outcomes],
-        evaluation=evaluate(model, plan, held_out),
+        evaluation=evaluate(stepper.passes, held_out, stepper.preference),
         held=sum(elements_of(parameter) for parameter in model.parameters()) / elements,
         state=sum(elements_of(state["exp_avg"]) for state in stepper.optimizer.state.values() if "exp_avg" in state) / elements,
         halvings=stepper.halvings,
+        halvings_without_gradients=stepper.passes.halvings,
         pinned=most_pinned_bytes() if plan.activation_offload else 0,
     )
 
@@ -329,8 +348,8 @@ def run_out_of_memory(model: Any, *, tokens: int, micro_batch: int = 0, where: s
     def look(module: Any, given: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         passes[0] += 1
-        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch and hidden.requires_grad:
-            if where == "forward":
+        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch and hidden.requires_grad == (where != "no gradients"):
+            if where != "backward":
                 refuse()
             hidden.register_hook(refuse)
 

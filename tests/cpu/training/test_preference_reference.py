@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from upshift.benchmarking.meters import MemoryRecorder
 from upshift.errors import Interrupted, JobFailed
+from upshift.training import evaluate
 from upshift.training.checkpoint.directory import REFERENCE_NAME
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import Job, open_job, run_job
-from upshift.training.loop.events import Event, Referenced, ReferenceStarted, StepDone
+from upshift.training.loop.events import Event, OutOfMemory, Referenced, ReferenceStarted, StepDone
 from upshift.training.loop.signals import StopRequest
+from upshift.training.preferences import reference_model
 from upshift.training.profiling.worker import ProfiledLoop
 
 TWO_STEPS = {"max_steps": 2, "lr_scheduler_type": "constant"}
@@ -103,3 +106,28 @@ def test_a_profile_computes_none(home: Path, data: TrainingData, tmp_path: Path)
     loop = ProfiledLoop(job, data, rank=0, on_event=events.append, stop=StopRequest(), recorder=MemoryRecorder())
     assert loop.profile().num_steps == 3
     assert kinds(events) == [] and not (tmp_path / "out" / REFERENCE_NAME).exists()
+
+
+def test_out_of_memory_without_gradients_halves_these_passes_alone(
+    home: Path, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator refuses more than one pair in the pass of the reference, and in the evaluation of the held-out pairs."""
+    plain = run_job(a_job(home, tmp_path / "plain", arguments=TWO_STEPS), data)
+
+    def of_one_pair(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(model: Any, plan: Any, micro_batch: Any, *others: Any) -> Any:
+            if micro_batch.shape[0] > 2:
+                raise torch.OutOfMemoryError("simulated")
+            return compute(model, plan, micro_batch, *others)
+
+        return refuse
+
+    for module, name in ((reference_model, "compute_log_probabilities"), (evaluate, "compute_loss")):
+        monkeypatch.setattr(module, name, of_one_pair(getattr(module, name)))
+    events: list[Event] = []
+    halved = run_job(a_job(home, tmp_path / "halved", arguments=TWO_STEPS), data, on_event=events.append)
+    (told,) = [event for event in events if isinstance(event, OutOfMemory)]
+    assert (told.largest[0], told.smaller[0]) == (4, 2)
+    assert losses(halved) == pytest.approx(losses(plain), abs=1e-6)
+    assert halved.details["evaluations"][-1][1] == pytest.approx(plain.details["evaluations"][-1][1], abs=1e-6)
+    assert halved.details["evaluation_rewards"] == [pytest.approx(row, abs=1e-5) for row in plain.details["evaluation_rewards"]]

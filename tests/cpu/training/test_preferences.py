@@ -150,13 +150,19 @@ def test_no_plan_changes_the_losses(
         assert np.allclose(record.details["evaluation_rewards"], plain.details["evaluation_rewards"], atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", [{}, {"fully_shard": "weights", "shard_size": 2}], ids=["data parallel", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "loss"), [({}, "sigmoid"), ({"fully_shard": "weights", "shard_size": 2}, "discopop,ipo,orpo,sft=0.5")],
+    ids=["data parallel", "fsdp"],
+)  # fmt: skip
 def test_ranks_train_as_one_process(
-    layout: dict[str, Any], home: Path, data: TrainingData, plain: Record, tmp_path: Path
+    layout: dict[str, Any], loss: str, home: Path, data: TrainingData, plain: Record, tmp_path: Path
 ) -> None:
-    """The last batch has one pair, so one of the ranks has none."""
+    """The last batch has one pair, so one of the ranks has none. A mean over tokens is that of all pairs of a step."""
     plan = {"num_processes": 2, "gradient_accumulation_steps": 1, "layout": layout}
-    record = run_job(a_job(home, tmp_path / "out", plan=plan), data)
+    arguments = {"dpo_loss": loss}
+    record = run_job(a_job(home, tmp_path / "out", plan=plan, arguments=arguments), data)
+    if loss != "sigmoid":
+        plain = run_job(a_job(home, tmp_path / "alone", arguments=arguments), data)
     assert losses(record) == pytest.approx(losses(plain), abs=1e-5)
     assert np.allclose(record.details["rewards"], plain.details["rewards"], atol=1e-4)
     assert np.allclose(record.details["evaluation_rewards"], plain.details["evaluation_rewards"], atol=1e-4)
@@ -179,8 +185,10 @@ def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path,
     with pytest.raises(RequestError, match="cannot be read"):
         run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True), data)
     (output / REFERENCE_NAME).write_bytes(kept)
-    with pytest.raises(RequestError, match="dpo_beta"):
-        run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments={"dpo_beta": 0.3}), data)
+    others: list[dict[str, Any]] = [{"dpo_beta": 0.3}, {"dpo_loss": "robust"}, {"dpo_label_smoothing": 0.1}, {"simpo_gamma": 1.0}]
+    for other in others:
+        with pytest.raises(RequestError, match=next(iter(other))):
+            run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments=other), data)
     events: list[Event] = []
     job = a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True)
     resumed = run_job(job, data, on_event=events.append)

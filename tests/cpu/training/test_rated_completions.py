@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
-from pair_runs import GLOBAL_BATCH, losses, pair_job
+from pair_runs import losses, pair_job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
@@ -38,7 +38,7 @@ from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, Referenced, StepDone
 from upshift.training.out_of_memory import halve, stand_in
-from upshift.training.preference_loss import PreferenceLoss, RatingSettings, kl_term
+from upshift.training.preferences.preference_loss import PreferenceLoss, RatingSettings, kl_term
 from upshift.training.prepare import prepare_model
 from upshift.training.step import TrainStep
 
@@ -139,8 +139,9 @@ def test_a_resumed_run_goes_on_as_one_that_never_ended(
 
     with pytest.raises(Interrupted, match="checkpoint-4"):
         run_job(a_job(home, tmp_path / "two", **fields), data, on_event=stop)
-    with pytest.raises(RequestError, match="desirable_weight"):
-        run_job(a_job(home, tmp_path / "two", resume=True, arguments={"desirable_weight": 2.0}, **fields), data)
+    for other in ({"desirable_weight": 2.0}, {"kto_loss": "apo_zero_unpaired"}):
+        with pytest.raises(RequestError, match=next(iter(other))):
+            run_job(a_job(home, tmp_path / "two", resume=True, arguments=other, **fields), data)
     events: list[Event] = []
     resumed = run_job(a_job(home, tmp_path / "two", resume=True, **fields), data, on_event=events.append)
     assert not any(isinstance(event, Referenced) for event in events)
@@ -234,6 +235,20 @@ def test_rows_that_say_no_rating_are_rejected_by_place(rows: Rows, words_of_erro
     assert all(part in str(caught.value) for part in ["rows.jsonl", *words_of_error]) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("is_held_out", [False, True])
+@pytest.mark.parametrize("row", [{"prompt": "a", "chosen": " b", "rejected": " b"}, ROW | {"completion": ""}], ids=str)
+def test_rows_of_which_nothing_is_learned_are_an_error_in_words(
+    row: dict[str, Any], is_held_out: bool, home: Path, tmp_path: Path
+) -> None:
+    """All rows of the data, or of the held-out data."""
+    other = {"rejected": " c"} if "rejected" in row else {"completion": " c"}
+    good: Rows = [row | other | {"prompt": f"roads {number}"} for number in range(3)]
+    path = write_jsonl(tmp_path / "rows.jsonl", good if is_held_out else [row])
+    evaluation = write_jsonl(tmp_path / "held-out.jsonl", [row]) if is_held_out else None
+    with pytest.raises(RequestError, match=f"{evaluation or path} has no sequence of two or more tokens with something to learn"):
+        prepare_data(find_model(str(home / "model")), path, eval_data=evaluation, sequence_length=LENGTH, options=KTO)
+
+
 def test_numbers_and_texts_of_tables_rate_as_true_and_false(home: Path, tmp_path: Path) -> None:
     labels = [True, 1, 1.0, "true", "True", "1", False, 0, 0.0, "false", "FALSE", "0"]
     ratings = []
@@ -318,9 +333,3 @@ def test_a_step_needs_the_memory_of_its_rated_completions_alone(chunk_tokens: in
     fields: dict[str, Any] = {"sequence_length": 32, "global_batch": 32, "rows_together": 2}
     shapes = [largest_micro_batch(plan, Workload(**fields, has_ratings=has_ratings)) for has_ratings in (True, False)]
     assert shapes == [plain.shape, rated.shape]
-
-
-def test_a_mismatched_sequence_costs_a_forward_pass() -> None:
-    fields: dict[str, Any] = {"sequence_length": 8, "global_batch": GLOBAL_BATCH, "rows_together": 2}
-    assert Workload(**fields, has_ratings=True).trained_share == pytest.approx((3 + 1) / (3 + 3))
-    assert Workload(**fields).trained_share == 1.0

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
 
     with pytest.raises(Interrupted, match="checkpoint-5"):
         run_job(a_job(home, tmp_path / "two", **settings), data, on_event=stop)
+    margins = np.ones(len(data.training), np.float32)
+    others = replace(data, training=replace(data.training, margins=margins))
+    with pytest.raises(RequestError, match=r"^data=\d+ sequences \w+ differs from the run in"):
+        run_job(a_job(home, tmp_path / "two", resume=True, **settings), others)
     resumed = run_job(a_job(home, tmp_path / "two", resume=True, **settings), data)
     assert losses(resumed) == losses(whole)
 

@@ -34,7 +34,7 @@ from upshift.benchmarking.timing import Timing
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware import detect
 from upshift.hardware.probe_process import compiler_works
-from upshift.models.source import find_model
+from upshift.models.source import AdapterOptions, find_model
 from upshift.planning.plan import Plan
 from upshift.record import Numbers, Record
 from upshift.settings import read_settings
@@ -59,6 +59,7 @@ from upshift.training.loop.events import (
     event_to_json,
 )
 from upshift.training.loop.metrics import StepMeter
+from upshift.training.loop.state import check_run_file
 from upshift.training.out_of_memory import Autopsy
 from upshift.training.run import train
 from upshift.training.step import TrainStep
@@ -294,7 +295,7 @@ def test_interrupted_and_resumed_is_undisturbed(
 CHILD = """
 import sys
 from pathlib import Path
-from upshift.models.source import find_model
+from upshift.models.source import AdapterOptions, find_model
 from upshift.training.job.job import Job, prepare_data, run_job
 job = Job.from_file(Path(sys.argv[1]))
 data = prepare_data(find_model(job.model_reference), job.data, sequence_length=job.plan.sequence_length)
@@ -377,6 +378,8 @@ def test_resume_of_a_finished_run_and_of_none(
     assert curve(record) == curve(plain)
     with pytest.raises(RequestError, match="is finished and has no checkpoint"):
         run_job(a_job(home, tmp_path, resume=True), data)
+    with pytest.raises(RequestError, match="is finished and has no checkpoint"):  # before anything slow
+        check_run_file(tmp_path, resume=True, adapter=AdapterOptions())
     again = run_job(a_job(home, tmp_path, overwrite=True, save_steps=5), data)
     assert curve(again) == curve(plain)
     longer = run_job(a_job(home, tmp_path, resume=True, max_steps=6, lr_scheduler_type="linear"), data)

@@ -22,6 +22,7 @@ OPTION_OF: Mapping[str, str] = {  # keys with an option of the same meaning
     "neftune_noise_alpha": "neftune-noise-alpha",
     "rl_beta": "dpo-beta",
     "dpo_beta": "dpo-beta",
+    "dpo_label_smoothing": "dpo-label-smoothing",
     "center_rewards_coefficient": "center-rewards-coefficient",
     "load_best_model_at_end": "load-best",
     "auto_resume_from_checkpoints": "resume",
@@ -63,7 +64,7 @@ chat_template_kwargs cls_model_config comet_api_key comet_experiment_config
 comet_experiment_key comet_mode comet_online comet_project_name comet_workspace cosine_constant_lr_ratio cosine_min_lr_ratio
 cpo_alpha curriculum_sampling dataloader_drop_last dataset_exact_deduplication dataset_shard_idx default_system_message device
 dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of do_bench_eval do_causal_lm_eval dpo_generate_during_eval
-dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_norm_loss dpo_padding_free dpo_use_logits_to_keep dpo_use_weighting
+dpo_norm_loss dpo_padding_free dpo_use_logits_to_keep dpo_use_weighting
 dynamic_checkpoint eaft_alpha eaft_k ebft embedding_lr embedding_lr_scale embeddings_skip_upcast
 eval_causal_lm_metrics eval_max_new_tokens eval_sequence_len eval_table_size evaluation_strategy
 experimental_skip_move_to_device fix_untrained_tokens flash_attn_d512 flash_attn_rms_norm flash_optimum fp32_norm_classes

@@ -51,6 +51,7 @@ ROW_FORMATS = {  # by the type of a data set
     "input_ids": "input_ids",
     "input_output": "segments",
 }
+PAIR_OBJECTIVES = ("dpo", "ipo")  # of rl: the second one is DPO with another loss
 PAIR_TYPES = ("chat_template.default", "chat_template.argilla_chat", "passthrough.default")  # of rl: dpo
 MESSAGE_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"human": "user", "gpt": "assistant"}  # that Axolotl renames by default
@@ -200,7 +201,7 @@ def _read_row_type(config: ForeignConfig, source: str, data_set: dict[str, Any],
     for name in ("chat_template", "chat_template_jinja"):  # those of chats are read already; other rows have none
         data_set.pop(name, None)
     learned = _read_learned_contents(config, source, data_set, learns_all=learns_all)
-    if config.values.get("rl") == "dpo":
+    if config.values.get("rl") in PAIR_OBJECTIVES:
         return _read_pairs(config, source, kind, data_set)
     of_answers: dict[str, Any] = {"loss_on": "all"} if learns_all else {}
     if isinstance(kind, Mapping):
@@ -307,14 +308,30 @@ def _read_pairs(config: ForeignConfig, source: str, kind: Any, data_set: dict[st
 
 def _read_objective(config: ForeignConfig) -> None:
     objective = config.take("rl")
-    if objective == "dpo":
+    if objective in PAIR_OBJECTIVES:
         config.add("objective", "dpo", "rl")
+        _read_pair_losses(config, "ipo" if objective == "ipo" else None)
     elif objective is not None:
         config.reject(f"rl {objective}", advice_on_objective(str(objective)), replaced_by="objective")
     if config.take("reward_model"):
         config.add("objective", "reward", "reward_model")
     if config.take("num_labels", 1) != 1:
         config.reject("num_labels", "upshift train has no classifiers; use upshift.Trainer")
+
+
+def _read_pair_losses(config: ForeignConfig, loss: str | None) -> None:
+    """Read the losses of pairs. ``loss``: the one that the objective names."""
+    names = config.take("dpo_loss_type", loss) or []
+    names = [names] if isinstance(names, str) else names
+    weights = config.take("dpo_loss_weights") or [1.0] * len(names)
+    if len(weights) != len(names):
+        advice = f"there are {len(weights)} weights for {len(names)} losses; give one weight for each"
+        config.reject("dpo_loss_weights", advice, replaced_by="dpo-loss")
+    elif names:
+        keys: tuple[str, ...] = ("dpo_loss_type", "dpo_loss_weights")
+        sources = [key for key in keys if key in config.values]
+        losses = [f"{name}={weight}" if weight != 1 else str(name) for name, weight in zip(names, weights, strict=True)]
+        config.add("dpo-loss", ",".join(losses), *(sources or ["rl"]))
 
 
 def _read_optimization(config: ForeignConfig) -> None:

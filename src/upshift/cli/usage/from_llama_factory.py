@@ -30,6 +30,7 @@ from upshift.training.data.rows.data_set import LLAMA_FACTORY
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 
 INFO_FILE = "dataset_info.json"
+LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "orpo")  # values of pref_loss with the same formula here
 OBJECTIVES = {"sft": None, "pt": None, "dpo": "dpo", "rm": "reward"}
 COLUMNS = {  # of rows in the form of Alpaca: the keys of dataset_info.json and our names
     "prompt": "instruction",
@@ -88,12 +89,25 @@ def _read_stage(config: ForeignConfig) -> str:
     beta = config.take("pref_beta")
     if stage == "dpo" and beta is not None:
         config.add("dpo-beta", beta, "pref_beta")
-    loss = config.take("pref_loss", "sigmoid")
-    if loss != "sigmoid":
-        config.reject(f"pref_loss {loss}", "only sigmoid is known")
+    _read_pair_loss(config)
     if config.take("pref_ftx"):
         config.reject("pref_ftx", "the loss of DPO alone is known")
     return stage
+
+
+def _read_pair_loss(config: ForeignConfig) -> None:
+    loss = str(config.take("pref_loss", "sigmoid"))
+    if loss not in LOSSES:
+        config.reject(f"pref_loss {loss}", f"use one of {', '.join(LOSSES)}", replaced_by="dpo-loss")
+    elif loss != LOSSES[0]:
+        config.add("dpo-loss", loss, "pref_loss")
+    gamma = config.take("simpo_gamma")
+    if gamma is not None and loss != "simpo":
+        config.reject("simpo_gamma", f"it is for pref_loss simpo, not {loss}", replaced_by="simpo-gamma")
+    elif gamma is not None:
+        config.add("simpo-gamma", gamma, "simpo_gamma")
+    if loss == "orpo":
+        config.notes.append("the likelihood term of orpo is a mean over all tokens; LLaMA-Factory's is a mean over the answers")
 
 
 def _read_batch_and_length(config: ForeignConfig) -> None:

@@ -76,6 +76,9 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
     if trace is None or rates is None or plan.layout.pipeline_parallel > 1:
         return {}
     one_micro_batch = micro_batch_terms(profile, trace, plan, rates, link=host_link(host), head_alone=True)
+    if workload.forward_passes:
+        forward = micro_batch_terms(profile, trace, plan, rates, head_alone=True, forward_alone=True)
+        one_micro_batch = {term: seconds + forward.get(term, 0.0) for term, seconds in one_micro_batch.items()}
     num_micro_batches = num_full_micro_batches(plan, workload)
     by_kind = sum_by_kind({term: num_micro_batches * seconds for term, seconds in one_micro_batch.items() if term != "dispatch"})
     return {kind: seconds for kind, seconds in by_kind.items() if kind in (PRODUCTS, ATTENTION, ELEMENTWISE) and seconds > 0}

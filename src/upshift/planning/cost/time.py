@@ -84,10 +84,12 @@ def micro_batch_terms(
     stage: Stage | None = None,
     memo: Memo | None = None,
     head_alone: bool = False,
+    forward_alone: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of forward and backward of one full-length micro-batch on a rank of ``stage``, by term.
 
     ``link``: bytes per second between host and device. ``head_alone``: count only what comes after the layers.
+    ``forward_alone``: count a forward pass that saves nothing for a backward pass.
     """
     ranks = plan.layout.context_parallel
     batch = plan.per_device_train_batch_size
@@ -101,7 +103,7 @@ def micro_batch_terms(
         is_fp8 = plan.precision == "fp8" and item.is_layer
         # In chunks only rows with a label are computed. The operators between the layers and the head are small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
-        for cost in (item.segment.forward, item.segment.backward_accumulating):
+        for cost in (item.segment.forward, item.segment.backward_accumulating)[: 1 if forward_alone else 2]:
             products = count * cost.matmul_flops.at(batch, sequence)
             if item.is_layer:
                 matmul += products
@@ -112,7 +114,7 @@ def micro_batch_terms(
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if is_fp8 else 1.0)
             if is_fp8:
                 moved += item.count * cost.matmul_bytes.at(batch, sequence) * cast
-        saved = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
+        saved = 0.0 if forward_alone else item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
         activation_bytes += saved
         if plan.activation_offload and item.is_layer:
             offloaded_bytes += saved
@@ -172,6 +174,9 @@ def predict_time(
         return _slowest_rank_time(profile, trace, plan, workload, host, rates, memo)
     num_micro_batches = num_full_micro_batches(plan, workload)
     one_micro_batch = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
+    if workload.forward_passes:
+        forward = micro_batch_terms(profile, trace, plan, rates, forward_alone=True)
+        one_micro_batch = _sum_of_terms(one_micro_batch, forward)
     terms = {name: seconds * num_micro_batches for name, seconds in one_micro_batch.items()}
     terms |= offload_wait_seconds(profile, plan, host, sum(terms.values()))
     if plan.flattens and workload.lengths is not None:
@@ -205,6 +210,9 @@ def _slowest_rank_time(
         return None
     for stage, share in deciding_shares(profile, plan, memo):
         one_micro_batch = _cached_micro_batch_terms(profile, trace, plan, host, rates, stage, memo)
+        if workload.forward_passes:
+            forward = micro_batch_terms(profile, trace, plan, rates, stage=stage, memo=memo, forward_alone=True)
+            one_micro_batch = _sum_of_terms(one_micro_batch, forward)
         terms = {name: seconds * num_micro_batches for name, seconds in one_micro_batch.items()}
         if plan.packing and plan.attention in PACKED_KERNELS and workload.lengths is not None:
             terms["attention"] *= min(2.0 * workload.lengths.visible_share(BLOCK_QUERIES), 1.0)  # the trace counts half of all
@@ -230,6 +238,10 @@ def _cached_micro_batch_terms(
     return memo.get_or_compute(
         key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage, memo=memo)
     )
+
+
+def _sum_of_terms(terms: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    return {name: seconds + others.get(name, 0.0) for name, seconds in terms.items()}
 
 
 def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:
@@ -277,11 +289,8 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
 
 
 def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
-    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter.
-
-    A sequence that has only a forward pass counts as a part of one.
-    """
-    sequences = workload.global_batch * workload.trained_share / plan.data_parallel
+    """Return how many full-length micro-batches a process trains in a step; a fraction where sequences are shorter."""
+    sequences = workload.num_trained / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
     lengths = workload.lengths

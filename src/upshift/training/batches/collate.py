@@ -49,6 +49,12 @@ class MicroBatch:
         return self.reference is not None or self.margins is not None
 
     @property
+    def label_counts(self) -> NDArray[np.float32]:
+        """Return the number of labels of each row, and that without the first token of the row [2, rows]."""
+        is_label = self.arrays["labels"] != IGNORED
+        return np.stack([is_label.sum(axis=1), is_label[:, 1:].sum(axis=1)]).astype(np.float32)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Return the rows and the tokens in a row. A row without tokens (an image) counts as one token."""
         ids = self.arrays.get("input_ids")

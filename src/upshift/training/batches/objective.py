@@ -100,6 +100,17 @@ class Objective(Value):
         bits = _token_bits(np.repeat(_sequence_keys(sequence_ids, seed=seed, epoch=epoch), lengths), positions)
         return int(np.count_nonzero(self._is_chosen(tokens, bits)))
 
+    def mean_answer_tokens(self, sequences: Sequences, sequence_ids: NDArray[np.int64] | None = None) -> float:
+        """Return the mean number of labels of the chosen answers, at least 1. It is 1 for other objectives.
+
+        ``sequence_ids``: of the pairs. None: of all.
+        """
+        if self.name != "dpo":
+            return 1.0
+        if sequence_ids is None:
+            sequence_ids = np.arange(len(sequences))
+        return max(float(sequences.num_labels(sequence_ids[0::2], first=1).mean()), 1.0)
+
     def counted_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many labels each sequence has, if they are not drawn. A causal model does not predict the first token."""
         return sequences.num_labels(sequence_ids, first=1 if self.kind == "causal-lm" else 0)

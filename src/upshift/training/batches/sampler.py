@@ -53,6 +53,7 @@ class GlobalBatch:
     sequence_ids: NDArray[np.int64]  # of all ranks
     num_label_tokens: int  # of all ranks; the sum of token losses is divided by it
     num_tokens: int  # of all ranks, without padding
+    mean_answer_tokens: float = 1.0  # of all ranks: the mean number of labels of a chosen answer
 
     @property
     def num_padded_tokens(self) -> int:
@@ -188,6 +189,7 @@ def build_global_batch(
         sequence_ids=sequence_ids,
         num_label_tokens=num_label_tokens,
         num_tokens=int(sequences.lengths[sequence_ids].sum()),
+        mean_answer_tokens=objective.mean_answer_tokens(sequences, sequence_ids),
     )
 
 

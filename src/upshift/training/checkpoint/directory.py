@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
-REFERENCE_NAME = "upshift_reference.npz"  # of a run that learns from preferences (training/reference_model.py)
+REFERENCE_NAME = "upshift_reference.npz"  # of a run that learns from preferences (training/preferences/reference_model.py)
 MODEL_FILE_SUFFIXES = (
     ".safetensors",
     ".json",

@@ -144,7 +144,7 @@ def _report_single_tokens(tokenized: TokenizedCorpus, length: int, objective: Ob
 
 def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str) -> Sequences:
     """Return the sequences of at most ``length`` tokens that have something to learn. Tell the user what is left out."""
-    if objective.has_ratings:
+    if objective.has_ratings and tokenized.num_documents:
         return rated_sequences(tokenized, length, long_rows, origin)
     if objective.has_pairs:
         return pair_sequences(tokenized, length, long_rows, origin)

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -175,6 +175,7 @@ class UsedWeights:
 
 
 logger = logging.getLogger(__name__)
+Computed = TypeVar("Computed")
 
 
 def can_catch_up(layout: Layout) -> bool:
@@ -277,10 +278,10 @@ class OomCatchUp:
             module.set_custom_all_gather(counted_exchange(FSDP_GATHER, self._gathers))
             module.set_custom_reduce_scatter(counted_exchange(FSDP_SUM, self._sums))
 
-    def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
+    def run(self, micro_batch: Any, compute: Callable[[Any], Computed], *, last: bool) -> Computed:
         """Compute a micro-batch, or only a few of its tokens after memory ran out in this step.
 
-        ``compute`` runs the forward and the backward pass.
+        ``compute`` runs the forward and the backward pass, or a forward pass alone.
         """
         self._number += 1
         self._is_last = last

@@ -18,7 +18,7 @@ from upshift.models.build import name_padding
 from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.uncertainty import VARYING_HELD_INTERVAL
-from upshift.planning.workload import FORWARD_SHARE, trained_share
+from upshift.planning.workload import forward_share
 from upshift.record import Numbers
 from upshift.training.batches.layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
@@ -30,7 +30,8 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
-from upshift.training.evaluate import estimate_kl, evaluate
+from upshift.training.evaluate import estimate_held_out_kl, evaluate
+from upshift.training.forward_passes import Shape
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
@@ -56,12 +57,12 @@ from upshift.training.loop.state import KlRow, LoggedStep, Progress, RewardRow
 from upshift.training.loop.stop_vote import StopVote
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy, read_memory
-from upshift.training.preference_loss import PreferenceLoss, Rewards
+from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards
+from upshift.training.preferences.reference_model import ReferencePass
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.rank_processes import rank_environment
-from upshift.training.reference_model import ReferencePass
 from upshift.training.sharded_init import read_generation_config
-from upshift.training.step import QueuedStep, Shape, StepResult, TrainStep, check_finite
+from upshift.training.step import QueuedStep, StepResult, TrainStep, check_finite
 from upshift.units import GIB, gib
 
 HELD_LIMIT_FACTOR = VARYING_HELD_INTERVAL[1]  # times the predicted memory; above it, free heap memory goes back to the system
@@ -235,9 +236,11 @@ class TrainingLoop:
 
     def _add_reference(self) -> None:
         """Compute what the model before the training makes of each pair, or read it if the run has computed it already."""
+        if not (self.data.objective.needs_reference and self.train_step.preference.pairs.needs_reference):
+            return
         with self._phase("reference"):
             reference = ReferencePass(
-                model=self.train_step.model,
+                passes=self.train_step.passes,
                 mesh=self.mesh,
                 layout=self.layout,
                 objective=self.data.objective,
@@ -253,16 +256,14 @@ class TrainingLoop:
         self.source = replace(self.source, sequences=data.training)
 
     def _compute_reference(self, reference: ReferencePass) -> TrainingData:
-        """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took.
-
-        Forward passes of all sequences are a third of a step that trains all of them. Compiling comes on top.
-        """
+        """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took."""
         start = time.perf_counter()
         predicted = self.job.predicted
         seconds = None
         if predicted is not None and predicted.step_ms is not None:
             steps_per_epoch = len(self.data.training) / self.job.global_batch
-            share = FORWARD_SHARE / trained_share(has_ratings=self.data.objective.has_ratings)
+            kind = {"has_ratings": self.data.objective.has_ratings, "has_kl_pass": self.arguments.has_kl_pass}
+            share = forward_share(**kind, has_adapter=self.job.source().adapter is not None)
             seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch * share + (predicted.one_time_seconds or 0.0)
         num_pairs = len(self.data.training) // 2
         self._send_event(ReferenceStarted(num_pairs, seconds, self.data.objective.examples))
@@ -299,8 +300,7 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
-        if self.data.objective.needs_reference:
-            self._add_reference()
+        self._add_reference()
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
@@ -491,9 +491,10 @@ class TrainingLoop:
         preference = PreferenceLoss.of(self.arguments)
         rewards: Rewards | None = None
         with self._phase("evaluation"):
-            if self.data.objective.has_ratings:
-                preference.kl = estimate_kl(self.train_step.model, self.plan, make_batches())
-            loss = evaluate(self.train_step.model, self.plan, make_batches(), preference)
+            preference.mean_tokens = self.data.objective.mean_answer_tokens(self.data.evaluation)
+            if self.data.objective.has_ratings and preference.ratings.has_kl:
+                preference.kl = estimate_held_out_kl(self.train_step.passes, make_batches())
+            loss = evaluate(self.train_step.passes, make_batches(), preference)
             if self.data.objective.has_pairs:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         try:

@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import zlib
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from upshift.training.loop.events import Evaluated, StepDone
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
-from upshift.training.preference_loss import Rewards
+from upshift.training.preferences.preference_loss import Rewards
 from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
@@ -158,10 +159,7 @@ def open_run(job: Job, data: TrainingData) -> Job:
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
         if previous_run is not None and previous_run.finished:
-            raise RequestError(
-                f"the run in {directory} is finished and has no checkpoint to resume from; "
-                "use --overwrite to train again, or another output directory"
-            )
+            raise _finished_run(directory)
         if job.resume and previous_run is not None and _first_difference(previous_run, run) is None:
             run = run.changed(id=previous_run.id)
         run.write(directory)
@@ -196,14 +194,26 @@ def _find_lost_steps(run: Run, directory: Path, step: int) -> tuple[int, ...]:
 
 
 def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) -> None:
-    """Raise RequestError if the run file is damaged, or if a run that resumes had another adapter.
+    """Raise RequestError if the run file is damaged, or if a run that resumes is finished or had another adapter.
 
     Call it before anything slow."""
     if not (directory / RUN_NAME).exists():
         return
     previous_run = Run.read(directory)
-    if resume and previous_run.adapter is not None and newest_checkpoint(directory) is not None:
+    if not resume:
+        return
+    has_checkpoint = newest_checkpoint(directory) is not None
+    if previous_run.finished and not has_checkpoint:
+        raise _finished_run(directory)
+    if previous_run.adapter is not None and has_checkpoint:
         adapter.check_same(previous_run.adapter, directory)
+
+
+def _finished_run(directory: Path) -> RequestError:
+    return RequestError(
+        f"the run in {directory} is finished and has no checkpoint to resume from; "
+        "use --overwrite to train again, or another output directory"
+    )
 
 
 def check_resumed_data(directory: Path, data: TrainingData, options: DataOptions, arguments: Arguments) -> None:
@@ -256,10 +266,14 @@ def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object]
 
 
 def fingerprint(sequences: Sequences) -> str:
-    """Return the number of sequences and a checksum of their contents."""
+    """Return the number of sequences and a checksum of their contents.
+
+    The log-probabilities of the reference do not count: they follow from the rest and from the model.
+    """
     checksum = 0
-    for array in (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels, sequences.ratings):
-        if array is not None:
+    for field in fields(sequences):
+        array = getattr(sequences, field.name)
+        if isinstance(array, np.ndarray) and field.name != "reference":
             checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"
 

@@ -48,6 +48,7 @@ from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequenc
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
+from upshift.training.forward_passes import ForwardPasses, Shape
 from upshift.training.held_memory import held_bytes, held_peak_bytes, limited_memory, reset_held_peak
 from upshift.training.job.processes import TOKENIZER_NAME
 from upshift.training.out_of_memory import is_out_of_memory
@@ -61,7 +62,7 @@ from upshift.training.prepare import (
     prepare_model,
 )
 from upshift.training.rank_processes import join_processes
-from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, TrainStep, check_finite
+from upshift.training.step import WATCHED_MICRO_BATCHES, TrainStep, check_finite
 
 CHECK_SEQUENCES = 4  # sequences whose loss is compared between plans
 WARM_STEPS = 2  # first steps, which allocate, compile and tune; a run's meter leaves out as many
@@ -131,7 +132,7 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
         turn_off_dropout(model)
     if request.has_reward_head:
         name_padding(base_of(model).config, batches.pad_token_id)
-    check_loss = evaluate(model, plan, batches.checked)
+    check_loss = evaluate(ForwardPasses(model, plan), batches.checked)
     check_finite(check_loss)
 
     def complete(result: TrialResult) -> TrialResult:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,17 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
 from upshift.errors import JobFailed, RequestError
+from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.sampler import GlobalBatch, evaluation_batches
 from upshift.training.checkpoint.directory import REFERENCE_NAME, replace_bytes, writing
 from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.mesh import Mesh, all_reduce_max, rank_0_first
+from upshift.training.forward_passes import ForwardPasses
 from upshift.training.prepare import chunked_loss, compute_log_probabilities
 
 _RUN = "run"  # the name of the run's id in the file
@@ -37,7 +37,7 @@ _RUN = "run"  # the name of the run's id in the file
 class ReferencePass:
     """Finds the log-probabilities of each sequence's labels by the model before the training. All ranks call its methods."""
 
-    model: nn.Module  # as it was loaded
+    passes: ForwardPasses  # of the model as it was loaded
     mesh: Mesh
     layout: Layout
     objective: Objective
@@ -99,18 +99,18 @@ class ReferencePass:
         Each rank computes its part of every batch.
         """
         plan = self.mesh.plan
+        model = self.passes.model
         values = torch.zeros(num_sequences, dtype=torch.float32)
-        was_training = self.model.training
-        self.model.train(False)
-        with torch.no_grad(), chunked_loss(self.model, plan):
+        was_training = model.training
+        model.train(False)
+        with chunked_loss(model, plan):
             for batch in batches:
                 self.check_stop()
-                for micro_batch in batch.micro_batches:
-                    ids = torch.from_numpy(micro_batch.sequence_ids)
-                    if len(ids) or plan.layout.exchanges:
-                        values[ids] = compute_log_probabilities(self.model, plan, micro_batch)[: len(ids)].cpu()
-        self.model.train(was_training)
-        reshard_weights(self.model)
+                parts = self.passes.run(
+                    batch.micro_batches, lambda micro_batch: compute_log_probabilities(model, plan, micro_batch).cpu()
+                )
+                _put_rows(values, [part for part in batch.micro_batches if self.passes.runs(part)], parts)
+        model.train(was_training)
         if plan.num_processes > 1:
             on_device = values.to(plan.device)
             dist.all_reduce(on_device)
@@ -151,3 +151,16 @@ class ReferencePass:
             evaluation = replace(data.evaluation, reference=np.asarray(arrays["evaluation"], np.float32))
         training = replace(data.training, reference=np.asarray(arrays["training"], np.float32))
         return replace(data, training=training, evaluation=evaluation)
+
+
+def _put_rows(values: torch.Tensor, micro_batches: Sequence[MicroBatch], parts: Sequence[torch.Tensor]) -> None:
+    """Put the rows of the parts [rows each], which follow each other as in the micro-batches, in the places of their sequences.
+
+    A micro-batch without sequences, and a stand-in after the others, has rows that belong to none.
+    """
+    rows = torch.cat([*parts, torch.zeros(0)])
+    start = 0
+    for micro_batch in micro_batches:
+        ids = torch.from_numpy(micro_batch.sequence_ids)
+        values[ids] = rows[start : start + len(ids)]
+        start += micro_batch.shape[0]

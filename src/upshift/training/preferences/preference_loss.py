@@ -2,7 +2,7 @@
 
 DPO: Rafailov et al., "Direct Preference Optimization", 2023 (arXiv:2305.18290), equation 7. An answer's reward is beta times the
 logarithm of how much more probable the trained model makes it than the reference. The loss of a pair is
--log(sigmoid(reward of the chosen answer - reward of the rejected answer)).
+-log(sigmoid(reward of the chosen answer - reward of the rejected answer)), or another one of pair_losses.py.
 
 KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024 (arXiv:2402.01306), equation 7. Each
 answer is rated as good or bad. Its reward is compared with beta times the KL term, which is estimated from mismatched answers.
@@ -10,6 +10,7 @@ answer is rated as good or bad. Its reward is compared with beta times the KL te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from upshift.training.arguments import BETA, Arguments
+from upshift.training.preferences.loss_names import read_losses
+from upshift.training.preferences.pair_losses import Answers, Pairs, PairSettings, mean_pair_loss, rewards_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class RatingSettings:
     beta: float = BETA
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    has_kl: bool = True  # False: rewards are compared with 0, as by TRL's loss_type apo_zero_unpaired
 
 
 def log_ratios(log_probabilities: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -81,14 +85,24 @@ def kl_term(sums: torch.Tensor, *, num_processes: int) -> torch.Tensor:
 class PreferenceLoss:
     """Computes the loss of pairs and of rated answers, and adds up their rewards until they are read.
 
-    ``kl`` is the KL term of the global batch whose rated answers come next, 0 or larger.
+    ``kl`` is the KL term of the global batch whose rated answers come next, 0 or larger. ``mean_tokens`` is the mean number of
+    tokens of the chosen answers in the global batch whose pairs come next.
     """
 
-    def __init__(self, beta: float = BETA, center_coefficient: float = 0.0, *, ratings: RatingSettings | None = None) -> None:
+    def __init__(
+        self,
+        beta: float = BETA,
+        center_coefficient: float = 0.0,
+        *,
+        pairs: PairSettings | None = None,
+        ratings: RatingSettings | None = None,
+    ) -> None:
         self.beta = beta
         self.center_coefficient = center_coefficient
+        self.pairs = pairs or PairSettings()
         self.ratings = ratings or RatingSettings()
         self.kl = torch.zeros(())
+        self.mean_tokens = 1.0
         # Chosen or good answers, rejected or bad ones, correct ones, the rewards of both kinds, and of rated answers the KL terms
         # and their number.
         self._sums: torch.Tensor | None = None
@@ -96,24 +110,37 @@ class PreferenceLoss:
     @classmethod
     def of(cls, arguments: Arguments) -> PreferenceLoss:
         """Return the loss with the settings of a run."""
-        ratings = RatingSettings(arguments.kto_beta, arguments.desirable_weight, arguments.undesirable_weight)
-        return cls(arguments.dpo_beta, arguments.center_rewards_coefficient, ratings=ratings)
+        ratings = RatingSettings(
+            arguments.kto_beta, arguments.desirable_weight, arguments.undesirable_weight, has_kl=arguments.has_kl_pass
+        )
+        pairs = PairSettings(read_losses(arguments.dpo_loss), arguments.dpo_label_smoothing, arguments.simpo_gamma)
+        return cls(arguments.dpo_beta, arguments.center_rewards_coefficient, pairs=pairs, ratings=ratings)
 
-    def mean_loss(self, log_probabilities: torch.Tensor, reference: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
+    def mean_loss(
+        self, log_probabilities: torch.Tensor, reference: torch.Tensor, num_tokens: torch.Tensor, *, counts: bool = True
+    ) -> torch.Tensor:
         """Return the mean loss of pairs whose rows follow each other: chosen, rejected.
 
         Args:
             log_probabilities: of the labels of each row [rows], by the trained model.
             reference: the same by the model before the training. NaN: unknown, as in trials, which then compute the loss and the
                 gradient of a run's first step.
-            counts: whether the rewards of these pairs are added up.
+            num_tokens: the labels of each row, and those without the first token of the row [2, rows].
+            counts: whether the rewards of these pairs are added up. Pairs that do not count are stand-ins: the reference is of
+                other tokens than theirs.
         """
-        rewards = self.beta * log_ratios(log_probabilities, reference)
-        chosen = rewards[0::2]
-        rejected = rewards[1::2]
+        ratios = log_ratios(log_probabilities, reference if counts else torch.full_like(reference, torch.nan))
+        num_labels, num_predicted = num_tokens.clamp(min=1)
+        rows = [log_probabilities, ratios, num_labels, num_predicted]
+        chosen = Answers(*(values[0::2] for values in rows))
+        rejected = Answers(*(values[1::2] for values in rows))
+        settings = self.pairs
         if counts:
-            self._add(chosen.detach(), rejected.detach())
-        return -functional.logsigmoid(chosen - rejected).mean()
+            names = settings.names
+            own = [rewards_of(answers, self.beta, names).detach() for answers in (chosen, rejected)]
+            self._add(*own)
+        pairs = Pairs(chosen, rejected, self.beta, settings.label_smoothing, settings.simpo_gamma, self.mean_tokens)
+        return mean_pair_loss(pairs, settings.losses)
 
     def mean_loss_of_rewards(self, rewards: torch.Tensor, margins: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return the mean loss of pairs whose rewards [rows] the model gives: -log(sigmoid(chosen - rejected - margin)).
@@ -166,6 +193,15 @@ class PreferenceLoss:
     def _add_sums(self, numbers: list[torch.Tensor]) -> None:
         sums = torch.stack(numbers)
         self._sums = sums if self._sums is None else self._sums + sums
+
+    def start_from_here(self) -> Callable[[], None]:
+        """Return a function that forgets the rewards that are added up from now on, for a pass that is repeated."""
+        sums = self._sums
+
+        def forget() -> None:
+            self._sums = sums
+
+        return forget
 
     def reset(self) -> None:
         """Forget the rewards that were added up."""

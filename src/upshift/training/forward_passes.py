@@ -1,0 +1,105 @@
+"""Run passes without gradients: of the held-out data, of the model before the training, and of KTO's mismatched answers.
+
+If memory runs out, the micro-batches are halved and the pass is repeated, as a training step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from upshift.planning.plan import Plan
+from upshift.training.batches.collate import MicroBatch
+from upshift.training.distributed.fsdp import OomCatchUp, reshard_weights
+from upshift.training.distributed.mesh import all_reduce_max
+from upshift.training.out_of_memory import BatchHalving, halve, stand_in
+
+Shape = tuple[int, ...]
+OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and the allocator's message
+Result = TypeVar("Result")
+
+
+class ForwardPasses:
+    """Compute micro-batches without gradients, or halves of them from the first time on that memory runs out.
+
+    Training keeps its own micro-batches. ``catch_up`` is that of the training step, where ranks gather weights for each other.
+    Without it, ranks that exchange tensors in a pass cannot repeat it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        catch_up: OomCatchUp | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+        on_halved: OnHalved = lambda old, new, message: None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._catch_up = catch_up
+        self._halving = BatchHalving[MicroBatch](
+            halve=self._halve,
+            size=lambda micro_batch: micro_batch.num_padded_tokens,
+            restart=self._free_cache,
+            on_failure=on_failure,
+            on_halved=lambda old, new, message: on_halved(old.shape, new.shape, message),
+            equalize=self._add_stand_ins,
+        )
+
+    @property
+    def halvings(self) -> int:
+        """Return how many times the micro-batches were halved."""
+        return self._halving.count
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        compute: Callable[[MicroBatch], Result],
+        *,
+        begin: Callable[[], None] = lambda: None,
+    ) -> list[Result]:
+        """Return the results of ``compute`` on the micro-batches in order, each of which may be one of several parts.
+
+        Micro-batches that do not count run only if ranks exchange tensors. ``begin`` is called before each try.
+        """
+
+        def compute_all(parts: list[MicroBatch]) -> list[Result]:
+            begin()
+            running = [part for part in parts if self.runs(part)]
+            last = len(running) - 1
+            results = [self._compute(part, compute, last=number == last) for number, part in enumerate(running)]
+            reshard_weights(self.model)
+            if self._catch_up is not None:
+                self._catch_up.agree()
+            return results
+
+        with torch.no_grad():
+            return self._halving.run(micro_batches, compute_all)
+
+    def runs(self, micro_batch: MicroBatch) -> bool:
+        """Return whether the micro-batch is computed: it counts, or ranks exchange tensors meanwhile."""
+        return bool(micro_batch.num_label_tokens or self.plan.layout.exchanges)
+
+    def _compute(self, part: MicroBatch, compute: Callable[[MicroBatch], Result], *, last: bool) -> Result:
+        if self._catch_up is None:
+            return compute(part)
+        return self._catch_up.run(part, compute, last=last)
+
+    def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
+        can_repeat = self._catch_up is not None or not self.plan.layout.exchanges
+        return halve(micro_batch) if can_repeat else None
+
+    def _add_stand_ins(self, parts: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the parts, with stand-ins so that ranks in lockstep have equally many."""
+        if self._catch_up is None:
+            return parts
+        missing = all_reduce_max(len(parts), self.plan) - len(parts)
+        return parts + [stand_in(parts[-1])] * missing
+
+    def _free_cache(self) -> None:
+        if self.plan.device == "cuda":
+            torch.cuda.empty_cache()

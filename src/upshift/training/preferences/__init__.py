@@ -1,0 +1,1 @@
+"""Learn from preferences: the losses of pairs and of rated answers, and the model before the training."""
