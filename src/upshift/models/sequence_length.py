@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from upshift.errors import RequestError
-from upshift.models.profile_cache import encoder_has_prompt, positions_of
+from upshift.models.profile_cache import encoder_has_prompt, images_of, positions_of
 from upshift.models.source import ModelSource
 
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -19,6 +19,10 @@ def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
     """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
+    if source.images_per_row:
+        _check_places_of_images(source, length, positions)
+    if length is None and source.images_per_row:
+        return default_length(positions, DEFAULT_SEQUENCE_LENGTH + images_of(source).tokens_per_row)
     if length is None:
         return default_length(positions)
     if length < 2:
@@ -28,6 +32,20 @@ def sequence_length_of(source: ModelSource, length: int | None) -> int:
             f"--sequence-length {length} is longer than the model's {positions} positions; use at most {positions}"
         )
     return length
+
+
+def _check_places_of_images(source: ModelSource, length: int | None, positions: int | None) -> None:
+    """Raise RequestError if the images of a row leave no place for text."""
+    images = images_of(source)
+    longest = length if length is not None else positions
+    if longest is None or longest > images.tokens_per_row + 1:
+        return
+    what = f"--sequence-length {length}" if length is not None else f"The model has {positions} positions, which"
+    verb = "takes" if images.per_row == 1 else "take"
+    raise RequestError(
+        f"{what} leaves no place for text: {images.describe()} {verb} {images.tokens_per_row:,} tokens of a row; use "
+        f"{'a longer one, or ' if length is not None else ''}fewer images (--images)"
+    )
 
 
 def _upper_limit(positions: int | None) -> str:

@@ -241,6 +241,7 @@ class ModelSource(Value):
     quantized_from: QuantizedFrom | None = None  # dtype of the 4-bit weights before they were quantized; None: no such weights
     # The class of the files, if they lack the reward head of the config, which is new and random. None: they have the model.
     reward_head_on: str | None = None
+    images_per_row: int = Field(0, ge=0, description="images of each row that is planned; 0: rows of text alone")
 
     @field_validator("config", mode="before")
     @classmethod
@@ -271,7 +272,7 @@ class ModelSource(Value):
         if self.adapter is not None or self.frozen is not None:
             relevant = {"config": relevant, "adapter": self.adapter, "frozen": self.frozen}
             relevant["base"] = [self.base_dtype, self.quantized_from]
-        return relevant
+        return {"config": relevant, "images_per_row": self.images_per_row} if self.images_per_row else relevant
 
     @property
     def hf_config(self) -> PretrainedConfig:
