@@ -172,7 +172,7 @@ def plan_training(
     check_device(host, source)
     if fixes_weight_offload(fixed) and not described:
         host = with_disk_rate(host, source)
-    check_program(workload.program, host, has_adapter=source.adapter is not None)
+    check_program(workload.program, host, has_adapter=source.adapter is not None, has_images=source.images_per_row > 0)
     check_fixed(fixed, host, source, workload)
     is_here = not described and workload.program == OWN
     calibration = read_calibration(host) if is_here else NO_RECORDS

@@ -19,6 +19,7 @@ from upshift.cli.options import (
     DataFormat,
     GlobalBatch,
     Html,
+    Images,
     Json,
     LongRowsOption,
     LossOnOption,
@@ -40,7 +41,7 @@ from upshift.cli.options import (
     with_adapter_options,
     with_layout_flags,
 )
-from upshift.cli.plan import exchange, questions, quick, ranking
+from upshift.cli.plan import exchange, images, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.plan.quick import ESTIMATED
@@ -56,7 +57,7 @@ from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
-from upshift.planning.program import OWN, read_program
+from upshift.planning.program import OWN
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
@@ -119,7 +120,7 @@ def command(
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
@@ -150,13 +151,14 @@ def command(
     options = data_options_of(locals())
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
-    source = find_source(model, adapter, has_reward_head=options.has_reward_head)
+    source = images.with_images(find_source(model, adapter, has_reward_head=options.has_reward_head), images_)
+    images.refuse_with_images(source, data=data, objective=objective, quick=is_quick)
     _check_takes_pairs(source, options)
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings, risk=risk,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
+        lengths=_read_lengths(model, data, sequence_length=length, options=options), program=images.program_for(source, program),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
@@ -272,6 +274,7 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     _print_host_notes(host)
+    images.print_images(planning.profile.images, workload.sequence_length)
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     if workload.program != OWN:

@@ -52,7 +52,7 @@ def subject_line(architecture: str, host: Host, size: str) -> Text:
 
 def print_uncounted(config: Mapping[str, Any], profile: ModelProfile) -> None:
     """Print that a plan of a model with a tower for images or sounds counts texts alone."""
-    if sample_unit(profile) != "tokens":
+    if sample_unit(profile) != "tokens" or profile.images is not None:
         return
     towers = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if config.get(name)]
     if towers and "text_config" in config:

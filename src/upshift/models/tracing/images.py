@@ -56,6 +56,11 @@ def choose_image_class(config: PretrainedConfig, reference: str) -> type[PreTrai
     return model_class
 
 
+def runs_each_image(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+    """Return whether a tower runs operators for each image: images have grids of their own, or are cut into tiles."""
+    return has_grids(model_class) or bool(getattr(config, "image_grid_pinpoints", None))
+
+
 def has_grids(model_class: type[PreTrainedModel]) -> bool:
     """Return whether the tower of a class takes images of any size, each with its grid of patches."""
     return "image_grid_thw" in inspect.signature(model_class.get_image_features).parameters

@@ -38,7 +38,7 @@ from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
 from upshift.models.tracing.fast_fake_mode import fake_mode, materialize_on_cpu
-from upshift.models.tracing.images import choose_image_class, has_grids, image_inputs, known_values
+from upshift.models.tracing.images import choose_image_class, image_inputs, known_values, runs_each_image
 from upshift.models.tracing.mixtures import all_tokens_to_one_expert
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
@@ -80,7 +80,7 @@ class Tracer:
     @property
     def runs_each_image(self) -> bool:
         """Return whether the tower runs operators for each image, so that large batches take long."""
-        return self.source.images_per_row > 0 and has_grids(self.model_class)
+        return self.source.images_per_row > 0 and runs_each_image(self.config, self.model_class)
 
     def full_model(self, dtype: torch.dtype) -> nn.Module:
         """Return the model with every layer, its adapter and its frozen parameters, on the meta device.
