@@ -323,7 +323,10 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
     """Cut every stack of ``model`` to its first layer, one inner layer of each kind, and its last layer."""
     stacks = []
     for path, layers in find_stacks(model):
-        kinds = _layer_kinds(layers)
+        owner = model.get_submodule(path.rpartition(".")[0])
+        numbered = _lists_of_layers(owner, len(layers))
+        marks = [[index in numbers for numbers in numbered.values()] for index in range(len(layers))]
+        kinds = [f"{kind} {mark}" for kind, mark in zip(_layer_kinds(layers), marks, strict=True)]
         last = len(layers) - 1
         index_of_kind = {kind: kinds.index(kind, 1) for kind in dict.fromkeys(kinds[1:last])}
         traced_layers = tuple(sorted({0, last, *index_of_kind.values()}))
@@ -338,7 +341,19 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
             )
         )
         _keep_layers(model, path, layers, traced_layers)
+        for name, numbers in numbered.items():
+            setattr(owner, name, [traced_layers.index(index) for index in numbers if index in traced_layers])
     return stacks
+
+
+def _lists_of_layers(owner: nn.Module, num_layers: int) -> dict[str, list[int]]:
+    """Return the attributes of a stack's owner that list some of its layers by number, which do other work than the rest."""
+    lists = {name: list(value) for name, value in vars(owner).items() if isinstance(value, list | tuple) and value}
+    return {
+        name: numbers
+        for name, numbers in lists.items()
+        if all(type(number) is int and 0 <= number < num_layers for number in numbers) and len(set(numbers)) == len(numbers)
+    }
 
 
 def _layer_kinds(layers: nn.ModuleList) -> list[str]:
