@@ -293,12 +293,13 @@ class LayerStack:
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the outermost ModuleLists of layers with parameters, in the order of the model's modules.
 
-    A list of one module is a stack only if transformers declares the module a layer, or if the list has ``is_stack`` set,
+    A list that runs beside some layers of a longer one, such as the mergers of Qwen3-VL's tower, is none. A list of one module is a
+    stack only if transformers declares the module a layer, or if the list has ``is_stack`` set,
     because it is a part of a stack."""
     stacks: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         is_nested = any(path.startswith(outer + ".") for outer, _ in stacks)
-        if not isinstance(module, nn.ModuleList) or is_nested:
+        if not isinstance(module, nn.ModuleList) or is_nested or _runs_beside_layers(model, path, module):
             continue
         is_stack = len(module) > 1 or getattr(module, "is_stack", False) or _is_declared(model, module)
         if is_stack and all(_is_layer(child) for child in module):
@@ -344,6 +345,15 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
         for name, numbers in numbered.items():
             setattr(owner, name, [traced_layers.index(index) for index in numbers if index in traced_layers])
     return stacks
+
+
+def _runs_beside_layers(model: nn.Module, path: str, layers: nn.ModuleList) -> bool:
+    """Return whether a list has one module for each of the layers that its owner lists by number."""
+    owner = model.get_submodule(path.rpartition(".")[0])
+    longest = max(len(child) for child in owner.children() if isinstance(child, nn.ModuleList))
+    if len(layers) == longest:
+        return False
+    return any(len(numbers) == len(layers) for numbers in _lists_of_layers(owner, longest).values())
 
 
 def _lists_of_layers(owner: nn.Module, num_layers: int) -> dict[str, list[int]]:

@@ -65,6 +65,14 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
             },
             **QWEN,
         ),
+        "Qwen3VL": transformers.Qwen3VLConfig(
+            text_config={**TEXT, **ROPE},
+            vision_config={
+                **grid, "hidden_size": 32, "out_hidden_size": 64, "depth": 6, "deepstack_visual_indexes": [1, 2, 4],
+                "num_position_embeddings": 16,
+            },
+            **QWEN,
+        ),
     }  # fmt: skip
 
 
@@ -74,7 +82,7 @@ class Case(NamedTuple):
     tokens: int
 
 
-NAMES = ("Llava", "PaliGemma", "Idefics3", "Gemma3", "Qwen2VL", "Qwen2_5_VL")
+NAMES = ("Llava", "PaliGemma", "Idefics3", "Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 
 
 def source_of(name: str, folder: Path, adapter: AdapterOptions | None = None, images: int = 2) -> ModelSource:

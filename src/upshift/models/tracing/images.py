@@ -183,13 +183,17 @@ def image_features(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.T
     """Return the features of all images [tokens, width of the text's embeddings]."""
     with dispatch_mode(_answer):
         output = model.get_image_features(**arguments)
-    features = getattr(output, "pooler_output", output)
+    features = _joined(getattr(output, "pooler_output", output))
+    for beside in getattr(output, "deepstack_features", None) or ():  # added to the inputs of the text's first layers
+        features = features + _joined(beside)
+    return features
+
+
+def _joined(features: Any) -> torch.Tensor:
+    """Return the features of all images, which a tower may keep apart, in one tensor [tokens, width]."""
     parts = [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]
     flat = [part.reshape(-1, part.shape[-1]) for part in parts]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-    for beside in getattr(output, "deepstack_features", None) or ():  # added to the inputs of the text's first layers
-        joined = joined + beside
-    return joined
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def image_inputs(model: PreTrainedModel, *, batch: int, sequence: int, masked: bool, images: int) -> dict[str, Any]:
