@@ -20,12 +20,13 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
+from upshift.planning.analysis.rejections import Lesson, RejectedPlan, lessons_of
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.program import OWN, check_program
 from upshift.planning.search.feasibility import JobMemory
-from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
+from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
@@ -89,6 +90,24 @@ class Planning:
     @property
     def shadow_price(self) -> str | None:
         return shadow_price(self.ranking, self.host, self.workload, sample_unit(self.profile))
+
+    @property
+    def lessons(self) -> list[Lesson]:
+        """Return the rejected plans that teach something, one for each reason, the fastest first."""
+        best = self.ranking.candidates[0]
+        coster = Coster(self.host, self.profile, self.workload)
+        known = {entry.plan: entry.tokens_per_second for entry in self.ranking.too_big}
+
+        def speed_of(entry: RejectedPlan) -> float | None:
+            if not isinstance(entry, TooBig):
+                return None
+            speed = known.get(entry.plan)
+            if speed is None:
+                candidate = coster.cost(entry.plan)
+                speed = None if isinstance(candidate, Rejected) else candidate.tokens_per_second
+            return None if speed is None else speed / best.tokens_per_second
+
+        return lessons_of(self.ranking.rejected, best.plan, speed_of)
 
     def numbers(self, candidate: Candidate) -> Numbers:
         """Return a candidate's predicted numbers. FLOPs are the model's own, without those of recomputation."""

@@ -11,13 +11,11 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
-from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.models.build import build_model, find_architecture
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.profile import ModelProfile, PassCost, StepTrace, Variant
 from upshift.models.profile_cache import images_of
-from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import profile_model
 from upshift.planning.cost.memory import predict_memory
@@ -108,8 +106,8 @@ def step_inputs(source: ModelSource, *, rows: int, length: int) -> dict[str, Any
         side = images.height // vision.patch_size
         features = 3 * vision.temporal_patch_size * vision.patch_size**2
         return inputs | {
-            "pixel_values": torch.rand(number * side * side, features), "image_grid_thw": torch.tensor([[1, side, side]] * number),
-            "mm_token_type_ids": (ids == IMAGE).int(),
+            "pixel_values": torch.rand(number * side * side, features),
+            "image_grid_thw": torch.tensor([[1, side, side]] * number), "mm_token_type_ids": (ids == IMAGE).int(),
         }  # fmt: skip
     if kind == "idefics3":
         pixels = pixels.view(rows, images.per_row, *pixels.shape[1:])

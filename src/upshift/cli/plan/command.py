@@ -120,7 +120,8 @@ def command(
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    steps: Steps = 1000,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
@@ -288,7 +289,7 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     tables.out.print(ranking.time_line(best), highlight=False)
     tables.out.print(ranking.memory_table(planning, best))
     tables.out.print(ranking.reasons_table(planning))
-    ranking.print_rejected(planning.ranking.rejected)
+    ranking.print_rejected(planning.lessons)
     tables.out.print(unknown_memory(host) or planning.shadow_price)
     if planning.profile.is_estimated:
         tables.dim(ESTIMATED)

@@ -55,8 +55,8 @@ def refuse_with_images(source: ModelSource, *, data: str | None, objective: str 
     name = next((name for name, value in given.items() if value is not None), None)
     if name is not None:
         raise RequestError(
-            f"{name} is not for rows with images, of which --images and --sequence-length say the size; leave {name} out, or plan "
-            "for text alone with --images 0"
+            f"{name} is not for rows with images, whose size --images and --sequence-length say; leave {name} out, or plan for "
+            "text alone with --images 0"
         )
 
 

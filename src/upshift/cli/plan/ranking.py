@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.padding import Padding
 from rich.table import Table
@@ -13,6 +13,7 @@ from upshift.cli import tables
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.analysis.rejections import Lesson
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
@@ -28,16 +29,6 @@ COLUMN_SPACE = 2  # beside the text of a column
 NUMBER_WIDTH = 9  # of a column of the memory table, with its space
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
-
-
-class RejectedPlan(Protocol):
-    """A plan that was left out, and why."""
-
-    @property
-    def plan(self) -> Any: ...
-
-    @property
-    def reason(self) -> str: ...
 
 
 def plans_title(ranked: int, rejected: int, host: Host) -> str:
@@ -191,12 +182,13 @@ def reasons_table(planning: Planning) -> Table:
     return table
 
 
-def print_rejected(rejected: Sequence[RejectedPlan], *, rows: int = 4) -> None:
-    """Print some of the rejected plans, each with its reason in the next line."""
-    if not rejected:
+def print_rejected(lessons: Sequence[Lesson], *, rows: int = 4) -> None:
+    """Print the rejected plans that teach something: how fast each would have been, and its reason in the next line."""
+    if not lessons:
         return
-    tables.out.print(Text("Some of the rejected", "bold"))
-    for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
-        tables.out.print(Padding(Text(entry.plan.label()), (0, 0, 0, 1)))
-        tables.out.print(Padding(Text(entry.reason), (0, 0, 0, 3)))
+    tables.out.print(Text("Rejected: the fastest for each reason", "bold"))
+    for lesson in lessons[:rows]:
+        speed = "" if lesson.speed is None else f" ({lesson.speed - 1:+.1%})"
+        tables.out.print(Padding(Text(f"{lesson.plan.label()}{speed}"), (0, 0, 0, 1)))
+        tables.out.print(Padding(Text(lesson.reason), (0, 0, 0, 3)))
     tables.out.print()
