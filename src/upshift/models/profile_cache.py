@@ -60,7 +60,7 @@ def images_of(source: ModelSource) -> Images:
 
     def compute() -> Images:
         with importing():
-            from upshift.models.tracing.images import images_of_source
+            from upshift.models.tracing.image_sizes import images_of_source
 
         return images_of_source(source)
 

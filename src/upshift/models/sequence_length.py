@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from upshift.errors import RequestError
+from upshift.models.profile import Images
 from upshift.models.profile_cache import encoder_has_prompt, images_of, positions_of
 from upshift.models.source import ModelSource
 
@@ -19,12 +22,11 @@ def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
     """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
-    if source.images_per_row:
-        _check_places_of_images(source, length, positions)
-    if length is None and source.images_per_row:
-        return default_length(positions, DEFAULT_SEQUENCE_LENGTH + images_of(source).tokens_per_row)
+    images = _ImageRows(source).measure() if source.images_per_row else None
+    if images is not None:
+        _check_places_of_images(images, length, positions)
     if length is None:
-        return default_length(positions)
+        return default_length(positions, DEFAULT_SEQUENCE_LENGTH + (0 if images is None else images.tokens_per_row))
     if length < 2:
         raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper_limit(positions)}")
     if positions is not None and length > positions:
@@ -34,9 +36,18 @@ def sequence_length_of(source: ModelSource, length: int | None) -> int:
     return length
 
 
-def _check_places_of_images(source: ModelSource, length: int | None, positions: int | None) -> None:
+class _ImageRows(NamedTuple):
+    """The rows with images of a source."""
+
+    source: ModelSource
+
+    def measure(self) -> Images:
+        """Return the size of an image and its places, from the cache or from a run of the tower now."""
+        return images_of(self.source)
+
+
+def _check_places_of_images(images: Images, length: int | None, positions: int | None) -> None:
     """Raise RequestError if the images of a row leave no place for text."""
-    images = images_of(source)
     longest = length if length is not None else positions
     if longest is None or longest > images.tokens_per_row + 1:
         return

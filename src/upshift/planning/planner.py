@@ -51,6 +51,7 @@ MAX_SHOWN_PLANS = 50
 LEAST_STATE_BYTES = 3
 QUANTIZED_BYTES = 0.6  # of a frozen parameter in 4 bits, with its scales and the parameters that stay in bf16
 ADAPTER_SHARE = 0.8  # of the memory, which leaves room for activations
+SIGNS_OF_IMAGES = ("vision", "image", "visual")  # how the fields of a config begin that says something about images
 
 logger = logging.getLogger(__name__)
 
@@ -383,17 +384,33 @@ def plan(
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
-def find_source(model: str, adapter: AdapterOptions, *, has_reward_head: bool = False) -> ModelSource:
-    """Return the source to plan for, with its adapter and its reward head.
+def find_source(model: str, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0) -> ModelSource:
+    """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
-    Raise RequestError if the model lacks a module that the options name.
+    ``images``: None means 1 for a model that upshift train trains on chats with images alone, and else 0. Raise RequestError if
+    the model lacks a module that the options name.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
+    number = int(_needs_images(source)) if images is None else images
+    source = source.changed(images_per_row=number) if number else source
     if adapter.names_modules:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 
         check_module_names(source, adapter)
     return source
+
+
+def _needs_images(source: ModelSource) -> bool:
+    """Return whether transformers lists the model's class for images with text, and for no loss of texts alone."""
+    if not any(name.startswith(SIGNS_OF_IMAGES) for name in source.config):
+        return False
+    from upshift.models.build import find_architecture  # imports torch, without which a cached model is planned faster
+    from upshift.models.tasks import inputs_of
+
+    architecture = find_architecture(source.hf_config, source.reference)
+    task = architecture.task
+    reads_images = "image" in inputs_of(architecture.model_class)
+    return architecture.objective is None and task is not None and task.name == "image-text-to-text" and reads_images
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:

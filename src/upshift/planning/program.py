@@ -229,10 +229,15 @@ PROGRAMS: Mapping[ProgramName, Program] = {
 }
 
 
-def read_program(name: str | None) -> ProgramName:
-    """Return the program of ``--program``. Raise RequestError for one that trains nothing."""
+def read_program(name: str | None, *, has_images: bool = False) -> ProgramName:
+    """Return the program of ``--program``, or the default, which for rows with images is transformers' Trainer.
+
+    Raise RequestError for one that trains nothing, or that is not planned for rows with images."""
     if name is None:
-        return OWN
+        return "transformers" if has_images else OWN
+    able = [program for program, facts in PROGRAMS.items() if facts.takes_images]
+    if has_images and name in PROGRAM_NAMES and name not in able:
+        raise RequestError(f"--program {name} is not planned for rows with images; use one of {', '.join(able)}")
     known = next((program for program in PROGRAM_NAMES if program == name), None)
     if known is None:
         raise RequestError(

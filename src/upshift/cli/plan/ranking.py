@@ -12,7 +12,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import Images, ModelProfile
 from upshift.planning.analysis.rejections import Lesson
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
@@ -48,6 +48,15 @@ def print_uncounted(config: Mapping[str, Any], profile: ModelProfile) -> None:
     towers = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if config.get(name)]
     if towers and "text_config" in config:
         tables.dim(f"Counted for texts alone: the inputs of the {' and '.join(towers)} part, and its work on them, come on top")
+
+
+def print_images(images: Images | None, sequence_length: int) -> None:
+    """Print the images that a plan assumes."""
+    if images is None:
+        return
+    takes = f"{images.tokens_per_row:,} of the {sequence_length:,} tokens"
+    tables.out.print(f"Assumed in each row: {images.describe()}, {takes} (--images)", highlight=False)
+    tables.dim("upshift train trains such rows by transformers' Trainer without a plan: at most 8 at once, fp32 or bf16")
 
 
 def print_plans(planning: Planning, *, rows: int) -> None:

@@ -14,9 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from upshift.internals.torch_names import FAKE_TENSOR_MODE
 from upshift.models.build import build_model, cut_stacks, find_stacks, sample_inputs
 from upshift.models.profile import Objective
-from upshift.models.tracing.fast_fake_mode import materialize_on_cpu
 from upshift.models.tracing.random_draws import KEEPS_LAYERS, SKIPS_LAYERS, lone_draws
-from upshift.models.tracing.segments import fake_masks
+from upshift.models.tracing.segments import fake_masks, materialize_on_cpu
 
 WIDTH = 64  # tokens; some models pool tokens, and need several
 

@@ -13,20 +13,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
 from upshift.errors import MissingInternal
-from upshift.internals.torch_names import (
-    BUFFERS,
-    FAKE_CACHE_ENTRY,
-    FAKE_CACHE_KEY,
-    FAKE_TENSOR,
-    FAKE_TENSOR_MODE,
-    MAKE_SUBCLASS,
-    PARAMETERS,
-    is_fake,
-)
-from upshift.models.quantized import copy_scales
+from upshift.internals.torch_names import FAKE_CACHE_ENTRY, FAKE_CACHE_KEY, FAKE_TENSOR, FAKE_TENSOR_MODE, MAKE_SUBCLASS
 
 MARK = "upshift"  # the first part of our keys in torch's cache
 MISSING = object()  # in place of results that torch must make
@@ -37,30 +26,6 @@ def fake_mode() -> Any:
     """Return a new mode for fake tensors: the fast one, or torch's if this torch has another cache."""
     torch_class = FAKE_TENSOR_MODE.get()  # raises MissingInternal, also if the fast class was made before
     return (_fast_class() or torch_class)()
-
-
-def materialize_on_cpu(model: nn.Module) -> None:
-    """Replace tensors on the meta device by new CPU tensors of the same layout. Shared tensors stay shared.
-
-    Also replace real CPU tensors: old constructors of some classes create weights on the CPU, whatever the default device is."""
-    replacements: dict[int, torch.Tensor] = {}
-
-    def replace_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in replacements:
-            replacement = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replacements[id(tensor)] = (
-                nn.Parameter(replacement, requires_grad=tensor.requires_grad) if is_parameter else replacement
-            )
-            if hasattr(tensor, "quant_state"):
-                copy_scales(tensor, replacements[id(tensor)], replace_tensor)
-        return replacements[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (PARAMETERS.of(module), BUFFERS.of(module), vars(module)):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensors is not vars(module) and not is_fake(tensor)):
-                    tensors[name] = replace_tensor(tensor)
 
 
 @cache

@@ -9,7 +9,6 @@ is empty, and a mask without values keeps everything.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.internals.torch_names import CONSTANT_LIMIT, NO_MODES, OPERATOR, dispatch_mode, tree_leaves
-from upshift.models.build import build_model, cut_stacks, explain_build_errors, find_architecture, find_stacks, sample_inputs
+from upshift.models.build import find_architecture, find_stacks, sample_inputs
 from upshift.models.profile import Images
-from upshift.models.source import ModelSource
 from upshift.models.tasks import inputs_of, tasks_of
-from upshift.models.tracing.fast_fake_mode import fake_mode, materialize_on_cpu
-from upshift.text import one_line
 
 ATEN = torch.ops.aten
 KNOWN_ELEMENTS = 1 << 22  # of the largest tensor whose values a trace computes: the positions of some hundred images
@@ -218,27 +214,3 @@ def measure_images(model: PreTrainedModel, images: int) -> Images:
     with torch.no_grad():
         places = image_features(model, arguments).shape[0]
     return Images(per_row=images, tokens=places // images, height=height, width=width)
-
-
-def images_of_source(source: ModelSource) -> Images:
-    """Build the model of a source without weights, and measure the images of its rows.
-
-    Raise RequestError for a model whose tower does not run on images of the size in its config."""
-    config = source.hf_config
-    model_class = choose_image_class(config, source.reference)
-    with explain_build_errors(repr(source.reference)), torch.device("meta"):
-        model = build_model(config, model_class, dtype=torch.float32)
-    cut_stacks(model)
-    fake = fake_mode()
-    with fake:
-        materialize_on_cpu(model)
-    with known_values(), fake, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return measure_images(model, source.images_per_row)
-        except Exception as error:  # a tower may fail anywhere in its code
-            raise RequestError(
-                f"{source.reference!r} ({model_class.__name__}) is not planned with images: its get_image_features does not run "
-                f"on the images that a plan assumes ({type(error).__name__}: {one_line(error, limit=160)}); check the sizes in "
-                "its config, or leave --images out"
-            ) from error

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from upshift.internals.torch_names import CHILDREN, tree_leaves
+from upshift.internals.torch_names import BUFFERS, CHILDREN, PARAMETERS, is_fake, tree_leaves
 from upshift.internals.transformers_names import GROUPED_PRODUCT, PACKED_ROWS
 from upshift.models.adapter import adapter_beside_images, base_of, complete_model
 from upshift.models.build import (
@@ -34,10 +34,11 @@ from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Objective, Variant
+from upshift.models.quantized import copy_scales
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
-from upshift.models.tracing.fast_fake_mode import fake_mode, materialize_on_cpu
+from upshift.models.tracing.fast_fake_mode import fake_mode
 from upshift.models.tracing.images import choose_image_class, image_inputs, known_values, runs_each_image
 from upshift.models.tracing.mixtures import all_tokens_to_one_expert
 from upshift.models.tracing.op_counter import Interval, LiveTracker
@@ -191,6 +192,30 @@ class Tracer:
         for handle in handles:
             handle.remove()
         return [[(layer, calls[layer]) for layer in layers] for layers in stacks]
+
+
+def materialize_on_cpu(model: nn.Module) -> None:
+    """Replace tensors on the meta device by new CPU tensors of the same layout. Shared tensors stay shared.
+
+    Also replace real CPU tensors: old constructors of some classes create weights on the CPU, whatever the default device is."""
+    replacements: dict[int, torch.Tensor] = {}
+
+    def replace_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in replacements:
+            replacement = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replacements[id(tensor)] = (
+                nn.Parameter(replacement, requires_grad=tensor.requires_grad) if is_parameter else replacement
+            )
+            if hasattr(tensor, "quant_state"):
+                copy_scales(tensor, replacements[id(tensor)], replace_tensor)
+        return replacements[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (PARAMETERS.of(module), BUFFERS.of(module), vars(module)):
+            for name, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensors is not vars(module) and not is_fake(tensor)):
+                    tensors[name] = replace_tensor(tensor)
 
 
 def _collect(passes: list[list[tuple[str, Interval]]]) -> Measurement:
