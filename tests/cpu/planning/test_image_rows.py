@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +11,18 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
+from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.models.build import build_model, find_architecture
+from upshift.models.describe import count_parameters
 from upshift.models.ops.activation_checkpointing import recompute_layers
-from upshift.models.profile import ModelProfile, PassCost, StepTrace, Variant
+from upshift.models.profile import Variant
 from upshift.models.profile_cache import images_of
+from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource, find_model_to_train
+from upshift.models.tracing.polynomials import Measurement
 from upshift.models.tracing.profile_model import profile_model
+from upshift.models.tracing.segments import Tracer
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
@@ -41,7 +46,7 @@ QWEN = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 
 
 def _configs() -> dict[str, transformers.PretrainedConfig]:
     siglip = {"model_type": "siglip_vision_model", **VISION}
-    grid = {"depth": 4, "num_heads": 4, "patch_size": 56, "intermediate_size": 48}
+    grid = {"depth": 4, "num_heads": 4, "patch_size": 112, "intermediate_size": 48}
     return {
         "Llava": transformers.LlavaConfig(
             text_config=LLAMA, vision_config={"model_type": "clip_vision_model", **VISION}, image_token_index=IMAGE
@@ -53,34 +58,17 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
         "Gemma3": transformers.Gemma3Config(
             text_config={**TEXT, "sliding_window": 4096}, vision_config=siglip, mm_tokens_per_image=4, image_token_index=IMAGE
         ),
-        "Qwen2VL": transformers.Qwen2VLConfig(
-            text_config={**TEXT, **ROPE}, vision_config={**grid, "embed_dim": 32, "hidden_size": 64}, **QWEN
-        ),
         "Qwen2_5_VL": transformers.Qwen2_5_VLConfig(
             text_config={**TEXT, **ROPE},
             vision_config={
-                **grid, "hidden_size": 32, "out_hidden_size": 64, "window_size": 224, "fullatt_block_indexes": [3]
-            },
-            **QWEN,
-        ),
-        "Qwen3VL": transformers.Qwen3VLConfig(
-            text_config={**TEXT, **ROPE},
-            vision_config={
-                **grid, "hidden_size": 32, "out_hidden_size": 64, "depth": 6, "deepstack_visual_indexes": [1, 2, 4],
-                "num_position_embeddings": 16,
+                **grid, "hidden_size": 32, "out_hidden_size": 64, "window_size": 448, "fullatt_block_indexes": [3]
             },
             **QWEN,
         ),
     }  # fmt: skip
 
 
-class Case(NamedTuple):
-    source: ModelSource
-    profile: ModelProfile
-    tokens: int
-
-
-NAMES = ("Llava", "PaliGemma", "Idefics3", "Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+EAGER = Variant("fp32", "eager", False)
 
 
 def source_of(name: str, folder: Path, adapter: AdapterOptions | None = None, images: int = 2) -> ModelSource:
@@ -123,40 +111,76 @@ def real_model(source: ModelSource) -> Any:
     return build_model(config, find_architecture(config, source.reference).model_class, dtype=torch.float32)
 
 
-def traced_flops(profile: ModelProfile, trace: StepTrace, rows: int, length: int) -> float:
-    def of(cost: PassCost) -> float:
-        return cost.matmul_flops.at(rows, length) + cost.attention_flops.at(rows, length)
+def traced_flops(tracer: Tracer, run: Measurement) -> float:
+    """Return the FLOPs of a run of a cut model for all layers of the full one."""
+    total = 0.0
+    for name, interval in (*run.forward.items(), *run.backward.items()):
+        fields = name.split()
+        number = tracer.stacks[int(fields[-2])].assignment.count(int(fields[-1])) if "layer" in fields else 1
+        total += number * (interval.matmul_flops + interval.attention_flops)
+    return total
 
-    segments = list(trace.gaps)
-    for stack, measured in zip(profile.stacks, trace.stacks, strict=True):
-        segments += [measured.plain[position] for position in stack.assignment]
-    return sum(of(segment.forward) + of(segment.backward) for segment in segments)
+
+def counted_flops(model: Any, inputs: dict[str, Any]) -> int:
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).loss.backward()
+    return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_with_images_has_the_flops_and_the_memory_of_the_models_own(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["PaliGemma", "Gemma3", "Qwen2_5_VL"])
+def test_a_step_with_images_has_the_flops_of_the_models_own(name: str, tmp_path: Path) -> None:
     source = source_of(name, tmp_path)
-    images = images_of(source)
-    length = images.tokens_per_row + LENGTH
-    profile = profile_model(source, sequence_length=length, variants=(Variant("fp32", "eager", False),))
-    trace = profile.steps[0]
+    tracer = Tracer(source)
+    length = images_of(source).tokens_per_row + LENGTH
+    run = tracer.measure(EAGER, batch=ROWS, sequence=length)
+    inputs = step_inputs(source, rows=ROWS, length=length)
+    assert traced_flops(tracer, run) == counted_flops(real_model(source), inputs)
+
+
+def test_a_frozen_tower_is_priced_as_frozen(tmp_path: Path) -> None:
+    whole = source_of("Llava", tmp_path)
+    tower = ("model.vision_tower", "model.multi_modal_projector")
+    frozen = whole.changed(frozen=tower)
+    length = images_of(whole).tokens_per_row + LENGTH
+    inputs = step_inputs(whole, rows=ROWS, length=length)
+    model = real_model(whole)
+    expected = [counted_flops(model, inputs)]
+    for path in tower:
+        model.get_submodule(path).requires_grad_(False)
+    expected.append(counted_flops(model, inputs))
+    tracers = [Tracer(source) for source in (whole, frozen)]
+    runs = [tracer.measure(EAGER, batch=ROWS, sequence=length) for tracer in tracers]
+    assert [traced_flops(tracer, run) for tracer, run in zip(tracers, runs, strict=True)] == expected
+    parts = [count_parameters(tracer.full_model(torch.float32), (), always_fp32=0) for tracer in tracers]
+    frozen_weights = sum(weight.numel() for path in tower for weight in model.get_submodule(path).parameters())
+    assert parts[0].trainable - parts[1].trainable == frozen_weights
+
+
+def test_lora_is_in_the_language_model_alone(tmp_path: Path) -> None:
+    tracer = Tracer(source_of("Llava", tmp_path, AdapterOptions(lora_rank=4)))
+    trained = [name for name, weight in tracer.full_model(torch.float32).named_parameters() if weight.requires_grad]
+    assert trained and all("language_model" in name and "lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("name", ["Llava", "Idefics3"])
+def test_a_step_with_images_has_the_memory_of_the_models_own(name: str, tmp_path: Path) -> None:
+    source = source_of(name, tmp_path)
+    length = images_of(source).tokens_per_row + LENGTH
+    profile = profile_model(source, sequence_length=length, variants=(EAGER,))
+    assert profile.images == images_of(source)
     model = real_model(source)
     model.set_attn_implementation("eager")
     inputs = step_inputs(source, rows=ROWS, length=length)
-    with FlopCounterMode(display=False) as counter:
-        model(**inputs).loss.backward()
-    assert traced_flops(profile, trace, ROWS, length) == pytest.approx(counter.get_total_flops(), rel=1e-3)
-
+    plan = Plan(
+        device="cpu", host=detect().fingerprint, model=profile.model_hash, sequence_length=length, precision="fp32",
+        per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, activation_checkpointing=0, attention="eager",
+    )  # fmt: skip
     for recomputed in (0, profile.num_layers):
-        plan = Plan(
-            device="cpu", host=detect().fingerprint, model=profile.model_hash, sequence_length=length, precision="fp32",
-            per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, activation_checkpointing=recomputed,
-            attention="eager",
-        )  # fmt: skip
         recompute_layers(model, recomputed, "full")
         optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
 
-        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+        def step(optimizer: Any = optimizer) -> None:
             (model(**inputs).loss * 0.5).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -165,6 +189,29 @@ def test_a_step_with_images_has_the_flops_and_the_memory_of_the_models_own(name:
         with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
             step()
         assert peak.bytes is not None
-        error = predict_memory(profile, trace, plan).peak / peak.bytes - 1
-        print(name, images, recomputed, f"{error:+.2%}")
+        planned = plan.changed(activation_checkpointing=recomputed)
+        error = predict_memory(profile, profile.steps[0], planned).peak / peak.bytes - 1
+        print(name, recomputed, f"{error:+.2%}")
         assert abs(error) < 0.03, (recomputed, error)
+
+
+def test_images_leave_a_place_for_text(tmp_path: Path) -> None:
+    source = source_of("Llava", tmp_path, images=3)
+    places = images_of(source).tokens_per_row
+    assert places == 3 * (32 // 8) ** 2
+    assert sequence_length_of(source, None) == 512 + places
+    with pytest.raises(RequestError, match=rf"--sequence-length {places} leaves no place for text: 3 images of 32 x 32 pixels"):
+        sequence_length_of(source, places)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]), "reads no images beside its text"),
+        (transformers.BlipConfig(architectures=["BlipForConditionalGeneration"]), "does not put the features of its images"),
+    ],
+)
+def test_other_models_are_refused_with_images(config: Any, words: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match=words):
+        images_of(find_model_to_train(str(tmp_path)).changed(images_per_row=1))
