@@ -57,7 +57,7 @@ def runs_each_image(config: PretrainedConfig, model_class: type[PreTrainedModel]
     return has_grids(model_class) or bool(getattr(config, "image_grid_pinpoints", None))
 
 
-def has_grids(model_class: type[PreTrainedModel]) -> bool:
+def has_grids(model_class: Any) -> bool:
     """Return whether the tower of a class takes images of any size, each with its grid of patches."""
     return "image_grid_thw" in inspect.signature(model_class.get_image_features).parameters
 
@@ -121,7 +121,7 @@ def _first_of(config: Any, names: tuple[str, ...], default: int) -> int:
     return next((value[0] if isinstance(value, list | tuple) else value for value in values if value), default)
 
 
-def image_arguments(model: PreTrainedModel, *, rows: int, images: int) -> tuple[dict[str, Any], tuple[int, int]]:
+def image_arguments(model: Any, *, rows: int, images: int) -> tuple[dict[str, Any], tuple[int, int]]:
     """Return the arguments of ``get_image_features`` for some rows with ``images`` images each, and the pixels of an image."""
     vision = getattr(model.config, "vision_config", model.config)
     names = inspect.signature(model.get_image_features).parameters
@@ -175,7 +175,7 @@ def _selected_layers(model: PreTrainedModel) -> dict[str, Any]:
     return {"vision_feature_layer": states}
 
 
-def image_features(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.Tensor:
+def image_features(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     """Return the features of all images [tokens, width of the text's embeddings]."""
     with dispatch_mode(_answer):
         output = model.get_image_features(**arguments)
