@@ -24,6 +24,8 @@ from upshift.models.profile import Objective
 from upshift.models.tasks import FEATURES, TASKS, TRAINED, ModelTask, find_task, names_in, tasks_of
 from upshift.text import one_line
 
+PLANNED_WITH_IMAGES = "; upshift plan --images 1 predicts other programs' runs of it"
+
 logger = logging.getLogger(__name__)
 
 
@@ -79,6 +81,7 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
         raise RequestError(
             f"{reference!r} ({name}) works on {architecture.task.trained_on}, for which Upshift makes no plan before a run; "
             f"upshift train trains it without one, and upshift inspect {reference} --placement says what of it goes where"
+            f"{PLANNED_WITH_IMAGES if architecture.task.name == 'image-text-to-text' else ''}"
         )
     objectives = ", ".join(dict.fromkeys(str(task.objective or task.name) for task in TASKS if task.objective or task.trained_on))
     raise RequestError(

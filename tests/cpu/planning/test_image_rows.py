@@ -215,3 +215,19 @@ def test_other_models_are_refused_with_images(config: Any, words: str, tmp_path:
     config.save_pretrained(tmp_path)
     with pytest.raises(RequestError, match=words):
         images_of(find_model_to_train(str(tmp_path)).changed(images_per_row=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--program", "megatron"), "--program megatron is not planned for rows with images; use one of transformers"),
+        (("--quick",), "--quick is not for rows with images"),
+        (("--images", "2", "--objective", "dpo"), "--objective is not for rows with images"),
+        (("--images", "2", "--sequence-length", "32"), "2 images of 32 x 32 pixels take 32 tokens of a row"),
+    ],
+)
+def test_what_rows_with_images_do_not_have_is_refused(options: tuple[str, ...], words: str, tmp_path: Path, upshift: Any) -> None:
+    source_of("Llava", tmp_path)
+    result = upshift("plan", tmp_path, "--on", "8xh100", *options)
+    assert result.code == 2
+    assert words in " ".join(result.err.split())
