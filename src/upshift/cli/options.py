@@ -156,6 +156,13 @@ SequenceLength = Annotated[
         default=POSITIONS_DEFAULT, least=2,
     ),
 ]  # fmt: skip
+Images = Annotated[
+    int | None,
+    option(
+        "--images", panel=Panel.ROWS, metavar="N", least=0, default="1 if the model is trained on images beside text, else 0",
+        text="Plan for rows with so many images each. Their tokens count in --sequence-length.",
+    ),
+]  # fmt: skip
 GlobalBatch = Annotated[
     int,
     option(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
-from upshift.models.source import TASK_OF_HEAD, AdapterOptions, ModelSource
+from upshift.models.source import ALL_LINEAR, TASK_OF_HEAD, AdapterOptions, ModelSource
 from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,23 @@ def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
     if source.frozen is not None:
         freeze_parameters(complete, source.frozen)
     return complete.train()
+
+
+def adapter_beside_images(source: ModelSource, model: Any) -> ModelSource:
+    """Return the source with LoRA in the linear layers of the language model alone, if the user named no modules."""
+    if source.adapter is None:
+        return source
+    decoder = model.get_decoder() if "text_config" in source.config else model
+    if source.adapter.get("target_modules") != ALL_LINEAR or decoder is None or decoder is model:
+        return source
+    inside = {id(module) for module in decoder.modules()}
+    head = model.get_output_embeddings()
+    names = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside and module is not head
+    ]
+    return source.changed(adapter=source.adapter | {"target_modules": names})
 
 
 def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Module:

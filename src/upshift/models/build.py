@@ -24,6 +24,8 @@ from upshift.models.profile import Objective
 from upshift.models.tasks import FEATURES, TASKS, TRAINED, ModelTask, find_task, names_in, tasks_of
 from upshift.text import one_line
 
+PLANNED_WITH_IMAGES = "; upshift plan --images 1 predicts other programs' runs of it"
+
 logger = logging.getLogger(__name__)
 
 
@@ -79,6 +81,7 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
         raise RequestError(
             f"{reference!r} ({name}) works on {architecture.task.trained_on}, for which Upshift makes no plan before a run; "
             f"upshift train trains it without one, and upshift inspect {reference} --placement says what of it goes where"
+            f"{PLANNED_WITH_IMAGES if architecture.task.name == 'image-text-to-text' else ''}"
         )
     objectives = ", ".join(dict.fromkeys(str(task.objective or task.name) for task in TASKS if task.objective or task.trained_on))
     raise RequestError(
@@ -293,12 +296,13 @@ class LayerStack:
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the outermost ModuleLists of layers with parameters, in the order of the model's modules.
 
-    A list of one module is a stack only if transformers declares the module a layer, or if the list has ``is_stack`` set,
-    because it is a part of a stack."""
+    A list that runs beside some layers of a longer one, as the mergers of Qwen3-VL's tower do, is none. A list of one module is
+    a stack only if transformers declares the module a layer, or if the list has ``is_stack`` set, because it is a part of a
+    stack."""
     stacks: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         is_nested = any(path.startswith(outer + ".") for outer, _ in stacks)
-        if not isinstance(module, nn.ModuleList) or is_nested:
+        if not isinstance(module, nn.ModuleList) or is_nested or _runs_beside_layers(model, path, module):
             continue
         is_stack = len(module) > 1 or getattr(module, "is_stack", False) or _is_declared(model, module)
         if is_stack and all(_is_layer(child) for child in module):
@@ -323,7 +327,10 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
     """Cut every stack of ``model`` to its first layer, one inner layer of each kind, and its last layer."""
     stacks = []
     for path, layers in find_stacks(model):
-        kinds = _layer_kinds(layers)
+        owner = model.get_submodule(path.rpartition(".")[0])
+        numbered = _lists_of_layers(owner, len(layers))
+        marks = [[index in numbers for numbers in numbered.values()] for index in range(len(layers))]
+        kinds = [f"{kind} {mark}" for kind, mark in zip(_layer_kinds(layers), marks, strict=True)]
         last = len(layers) - 1
         index_of_kind = {kind: kinds.index(kind, 1) for kind in dict.fromkeys(kinds[1:last])}
         traced_layers = tuple(sorted({0, last, *index_of_kind.values()}))
@@ -338,7 +345,28 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
             )
         )
         _keep_layers(model, path, layers, traced_layers)
+        for name, numbers in numbered.items():
+            setattr(owner, name, [traced_layers.index(index) for index in numbers if index in traced_layers])
     return stacks
+
+
+def _runs_beside_layers(model: nn.Module, path: str, layers: nn.ModuleList) -> bool:
+    """Return whether a list has one module for each of the layers that its owner lists by number."""
+    owner = model.get_submodule(path.rpartition(".")[0])
+    longest = max(len(child) for child in owner.children() if isinstance(child, nn.ModuleList))
+    if len(layers) == longest:
+        return False
+    return any(len(numbers) == len(layers) for numbers in _lists_of_layers(owner, longest).values())
+
+
+def _lists_of_layers(owner: nn.Module, num_layers: int) -> dict[str, list[int]]:
+    """Return the attributes of a stack's owner that list some of its layers by number, which do other work than the rest."""
+    lists = {name: list(value) for name, value in vars(owner).items() if isinstance(value, list | tuple) and value}
+    return {
+        name: numbers
+        for name, numbers in lists.items()
+        if all(type(number) is int and 0 <= number < num_layers for number in numbers) and len(set(numbers)) == len(numbers)
+    }
 
 
 def _layer_kinds(layers: nn.ModuleList) -> list[str]:

@@ -263,6 +263,24 @@ class CachedLayers(Value):
     window: int | None = Field(None, gt=0)
 
 
+class Images(Value):
+    """The images of a row, as a trace ran them."""
+
+    per_row: int = Field(gt=0)
+    tokens: int = Field(gt=0, description="places that one image takes in a row")
+    height: int = Field(gt=0, description="pixels")
+    width: int = Field(gt=0, description="pixels")
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Return the places that the images of a row take."""
+        return self.per_row * self.tokens
+
+    def describe(self) -> str:
+        """Return the number of a row's images, and the size of one."""
+        return f"{self.per_row} image{'s' if self.per_row > 1 else ''} of {self.width} x {self.height} pixels"
+
+
 class Isolation(Value):
     """The tokens of a row or a batch that affect a text's results, as tested on a small copy of the model."""
 
@@ -351,6 +369,7 @@ class ModelProfile(Value):
     forward_flops: Polynomial  # the whole model's, by flop_convention, without recomputation
     backward_flops: Polynomial  # likewise
     flop_convention: str = FLOP_CONVENTION
+    images: Images | None = None  # None: rows of text alone
     is_estimated: bool = False  # from the sizes in the config, without a trace
 
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool, tensor_parallel: int = 1) -> StepTrace | None:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from upshift.atomic_file import write_whole
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
-from upshift.models.profile import Isolation, Segment
+from upshift.models.profile import Images, Isolation, Segment
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
@@ -51,6 +51,20 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
 
     identity = (source.model_hash, versions_of(source), states, ISOLATION_FORMAT)
     return load_or_compute("isolation", identity, Isolation, compute, is_final=lambda isolation: not isolation.short_of_memory)
+
+
+def images_of(source: ModelSource) -> Images:
+    """Return the size of the images of ``source.images_per_row``, and the places that each takes in a row (imports torch).
+
+    Raise RequestError for a model that is not planned with images."""
+
+    def compute() -> Images:
+        with importing():
+            from upshift.models.tracing.image_sizes import images_of_source
+
+        return images_of_source(source)
+
+    return load_or_compute("images", (source.model_hash, versions_of(source)), Images, compute)
 
 
 def check_token_ids(source: ModelSource, isolation: Isolation) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from upshift.errors import RequestError
-from upshift.models.profile_cache import encoder_has_prompt, positions_of
+from upshift.models.profile import Images
+from upshift.models.profile_cache import encoder_has_prompt, images_of, positions_of
 from upshift.models.source import ModelSource
 
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -19,8 +22,11 @@ def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
     """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
+    images = _ImageRows(source).measure() if source.images_per_row else None
+    if images is not None:
+        _check_places_of_images(images, length, positions)
     if length is None:
-        return default_length(positions)
+        return default_length(positions, DEFAULT_SEQUENCE_LENGTH + (0 if images is None else images.tokens_per_row))
     if length < 2:
         raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper_limit(positions)}")
     if positions is not None and length > positions:
@@ -28,6 +34,29 @@ def sequence_length_of(source: ModelSource, length: int | None) -> int:
             f"--sequence-length {length} is longer than the model's {positions} positions; use at most {positions}"
         )
     return length
+
+
+class _ImageRows(NamedTuple):
+    """The rows with images of a source."""
+
+    source: ModelSource
+
+    def measure(self) -> Images:
+        """Return the size of an image and its places, from the cache or from a run of the tower now."""
+        return images_of(self.source)
+
+
+def _check_places_of_images(images: Images, length: int | None, positions: int | None) -> None:
+    """Raise RequestError if the images of a row leave no place for text."""
+    longest = length if length is not None else positions
+    if longest is None or longest > images.tokens_per_row + 1:
+        return
+    what = f"--sequence-length {length}" if length is not None else f"The model has {positions} positions, which"
+    verb = "takes" if images.per_row == 1 else "take"
+    raise RequestError(
+        f"{what} leaves no place for text: {images.describe()} {verb} {images.tokens_per_row:,} tokens of a row; use "
+        f"{'a longer one, or ' if length is not None else ''}fewer images (--images)"
+    )
 
 
 def _upper_limit(positions: int | None) -> str:

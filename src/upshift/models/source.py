@@ -244,6 +244,7 @@ class ModelSource(Value):
     # The class of the files, if they lack the head of the config: it is new and random, or the adapter has it. None: they have
     # the whole model.
     new_head_on: str | None = None
+    images_per_row: int = Field(0, ge=0, description="images of each row that is planned; 0: rows of text alone")
 
     @field_validator("config", mode="before")
     @classmethod
@@ -274,7 +275,7 @@ class ModelSource(Value):
         if self.adapter is not None or self.frozen is not None:
             relevant = {"config": relevant, "adapter": self.adapter, "frozen": self.frozen}
             relevant["base"] = [self.base_dtype, self.quantized_from]
-        return relevant
+        return {"config": relevant, "images_per_row": self.images_per_row} if self.images_per_row else relevant
 
     @property
     def hf_config(self) -> PretrainedConfig:

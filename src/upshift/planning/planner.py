@@ -20,12 +20,13 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
+from upshift.planning.analysis.rejections import Lesson, RejectedPlan, lessons_of
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.program import OWN, check_program
 from upshift.planning.search.feasibility import JobMemory
-from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
+from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
@@ -50,6 +51,7 @@ MAX_SHOWN_PLANS = 50
 LEAST_STATE_BYTES = 3
 QUANTIZED_BYTES = 0.6  # of a frozen parameter in 4 bits, with its scales and the parameters that stay in bf16
 ADAPTER_SHARE = 0.8  # of the memory, which leaves room for activations
+SIGNS_OF_IMAGES = ("vision", "image", "visual")  # how the fields of a config begin that says something about images
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,24 @@ class Planning:
     @property
     def shadow_price(self) -> str | None:
         return shadow_price(self.ranking, self.host, self.workload, sample_unit(self.profile))
+
+    @property
+    def lessons(self) -> list[Lesson]:
+        """Return the rejected plans that teach something, one for each reason, the fastest first."""
+        best = self.ranking.candidates[0]
+        coster = Coster(self.host, self.profile, self.workload)
+        known = {entry.plan: entry.tokens_per_second for entry in self.ranking.too_big}
+
+        def speed_of(entry: RejectedPlan) -> float | None:
+            if not isinstance(entry, TooBig):
+                return None
+            speed = known.get(entry.plan)
+            if speed is None:
+                candidate = coster.cost(entry.plan)
+                speed = None if isinstance(candidate, Rejected) else candidate.tokens_per_second
+            return None if speed is None else speed / best.tokens_per_second
+
+        return lessons_of(self.ranking.rejected, best.plan, speed_of)
 
     def numbers(self, candidate: Candidate) -> Numbers:
         """Return a candidate's predicted numbers. FLOPs are the model's own, without those of recomputation."""
@@ -172,7 +192,7 @@ def plan_training(
     check_device(host, source)
     if fixes_weight_offload(fixed) and not described:
         host = with_disk_rate(host, source)
-    check_program(workload.program, host, has_adapter=source.adapter is not None)
+    check_program(workload.program, host, has_adapter=source.adapter is not None, has_images=source.images_per_row > 0)
     check_fixed(fixed, host, source, workload)
     is_here = not described and workload.program == OWN
     calibration = read_calibration(host) if is_here else NO_RECORDS
@@ -369,17 +389,35 @@ def plan(
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
-def find_source(model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False) -> ModelSource:
-    """Return the source to plan for, with its adapter and its reward head.
+def find_source(
+    model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0
+) -> ModelSource:
+    """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
-    Raise RequestError if the model lacks a module that the options name.
+    ``images``: None means 1 for a model that upshift train trains on chats with images alone, and else 0. Raise RequestError if
+    the model lacks a module that the options name.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
+    number = int(_needs_images(source)) if images is None else images
+    source = source.changed(images_per_row=number) if number else source
     if adapter.names_modules:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 
         check_module_names(source, adapter)
     return source
+
+
+def _needs_images(source: ModelSource) -> bool:
+    """Return whether transformers lists the model's class for images with text, and for no loss of texts alone."""
+    if not any(name.startswith(SIGNS_OF_IMAGES) for name in source.config):
+        return False
+    from upshift.models.build import find_architecture  # imports torch, without which a cached model is planned faster
+    from upshift.models.tasks import inputs_of
+
+    architecture = find_architecture(source.hf_config, source.reference)
+    task = architecture.task
+    reads_images = "image" in inputs_of(architecture.model_class)
+    return architecture.objective is None and task is not None and task.name == "image-text-to-text" and reads_images
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:

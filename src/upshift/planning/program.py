@@ -6,7 +6,7 @@ The facts are of the programs' documentation and source, by program and never by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from upshift.errors import RequestError
@@ -35,6 +35,7 @@ class Program:
     granularity: Granularity | None = "selective"  # what its selective recomputation keeps; None: all but attention's core
     replicates_alone: bool = False  # ranks that divide no weights have no other parallelism
     takes_adapters: bool = True
+    takes_images: bool = False  # rows with images are planned for it
     kernels: Mapping[int, AttentionKernel] = field(default_factory=dict)  # of attention, by the chip's major capability
 
     def kernel_on(self, host: Host) -> AttentionKernel | None:
@@ -158,6 +159,7 @@ TRANSFORMERS = Program(
     values=TRANSFORMERS_VALUES,
     quarters=(0, 4),
     replicates_alone=True,
+    takes_images=True,
 )
 # Both run transformers' Trainer with peft. They pack short texts.
 PACKED_VALUES: Mapping[str, Sequence[Any]] = {**TRANSFORMERS_VALUES, "packing": (False, True)}
@@ -220,17 +222,22 @@ MEGATRON = Program(
 PROGRAMS: Mapping[ProgramName, Program] = {
     "upshift": Program(title="Upshift", values={"bf16_gradients": (False,), "context_kind": ("ulysses",)}),
     "transformers": TRANSFORMERS,
-    "axolotl": Program("Axolotl", TRANSFORMERS.always, values=AXOLOTL_VALUES, quarters=(0, 4), replicates_alone=True),
-    "llama-factory": Program("LLaMA-Factory", TRANSFORMERS.always, values=PACKED_VALUES, quarters=(0, 4), replicates_alone=True),
+    "axolotl": replace(TRANSFORMERS, title="Axolotl", values=AXOLOTL_VALUES),
+    "llama-factory": replace(TRANSFORMERS, title="LLaMA-Factory", values=PACKED_VALUES),
     "torchtitan": TORCHTITAN,
     "megatron": MEGATRON,
 }
 
 
-def read_program(name: str | None) -> ProgramName:
-    """Return the program of ``--program``. Raise RequestError for one that trains nothing."""
+def read_program(name: str | None, *, has_images: bool = False) -> ProgramName:
+    """Return the program of ``--program``, or the default, which for rows with images is transformers' Trainer.
+
+    Raise RequestError for one that trains nothing, or that is not planned for rows with images."""
     if name is None:
-        return OWN
+        return "transformers" if has_images else OWN
+    able = [program for program, facts in PROGRAMS.items() if facts.takes_images]
+    if has_images and name in PROGRAM_NAMES and name not in able:
+        raise RequestError(f"--program {name} is not planned for rows with images; use one of {', '.join(able)}")
     known = next((program for program in PROGRAM_NAMES if program == name), None)
     if known is None:
         raise RequestError(
@@ -240,9 +247,9 @@ def read_program(name: str | None) -> ProgramName:
     return known
 
 
-def check_program(program: ProgramName, host: Host, *, has_adapter: bool) -> None:
+def check_program(program: ProgramName, host: Host, *, has_adapter: bool, has_images: bool) -> None:
     """Raise RequestError for a host or an adapter for which the program is not planned."""
-    if program == OWN:
+    if program == OWN or has_images and host.device == "cpu":
         return
     if host.device != "cuda":
         raise RequestError(f"--program {program} is planned for GPUs, and {host.name} has none; leave it out, or use --on")

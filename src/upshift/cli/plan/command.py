@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ from upshift.cli.options import (
     DataFormat,
     GlobalBatch,
     Html,
+    Images,
     Json,
     LongRowsOption,
     LossOnOption,
@@ -119,8 +120,8 @@ def command(
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
-    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -143,20 +144,20 @@ def command(
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
-    _check_page(html)
     asked.check(on)
     target = exchange.write_target(write)
     fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = data_options_of(locals())
-    _check_data_options(risk, data, options, largest)
+    _check_options(risk, data, options, largest, html)
     allowed = check_allow(split_names(allow))
-    source = find_source(model, adapter, has_reward_head=options.has_reward_head)
+    source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
+    has_images = _has_images(source.images_per_row, {"--data": data, "--objective": objective, "--quick": is_quick or None})
     _check_takes_pairs(source, options)
     length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
-        sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
-        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings, risk=risk,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options), program=read_program(program),
+        sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
+        lengths=_read_lengths(model, data, length, options), program=read_program(program, has_images=has_images),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
@@ -170,10 +171,10 @@ def command(
     _write_page(html, planning, model)
     if as_json:
         sys.stdout.write(json.dumps(planning.document(num_plans=rows or MAX_SHOWN_PLANS) | answers.document()) + "\n")
-        return
-    _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
-    _print_below(answers, planning, source)
-    exchange.print_next_command(context, model, planning)
+    else:
+        _print_planning(planning, tables.adapter_line(adapter), rows=rows or tables.SHOWN_PLANS, fixed=request.fixed)
+        _print_below(answers, planning, source)
+        exchange.print_next_command(context, model, planning)
 
 
 def _write_page(html: Path | None, planning: Planning, model: str) -> None:
@@ -192,7 +193,9 @@ def _check_page(html: Path | None) -> None:
         check_page_path(html)
 
 
-def _check_data_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None) -> None:
+def _check_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None, html: Path | None) -> None:
+    """Raise RequestError for options that exclude each other, and for a page that cannot be written."""
+    _check_page(html)
     if options.has_pairs and largest is not None:
         raise RequestError(f"--largest {largest} is not for --objective {options.objective}; leave one of the two out")
     for name, value in options.model_dump().items():
@@ -200,6 +203,14 @@ def _check_data_options(risk: float | None, data: str | None, options: DataOptio
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
+
+
+def _has_images(number: int, others: Mapping[str, object]) -> bool:
+    """Return whether rows have images. Raise RequestError for the first of the ``others`` that has a value then."""
+    name = next((name for name, value in others.items() if value is not None), None)
+    if number and name is not None:
+        raise RequestError(f"{name} is not for rows with images, whose size --images and --sequence-length say; leave {name} out")
+    return number > 0
 
 
 def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
@@ -213,7 +224,7 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
         check(source)
 
 
-def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
+def _read_lengths(model: str, data: str | None, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
     """Return the lengths of the sequences of ``data``, or None if every sequence is full or there is no data."""
     if data is None:
         return None
@@ -272,6 +283,7 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(ranking.subject_line(planning.profile.architecture, host, size))
     _print_host_notes(host)
+    ranking.print_images(planning.profile.images, workload.sequence_length)
     best = planning.ranking.candidates[0]
     numbers = planning.numbers(best)
     if workload.program != OWN:
@@ -285,7 +297,7 @@ def _print_planning(planning: Planning, adapter: str | None, *, rows: int, fixed
     tables.out.print(ranking.time_line(best), highlight=False)
     tables.out.print(ranking.memory_table(planning, best))
     tables.out.print(ranking.reasons_table(planning))
-    ranking.print_rejected(planning.ranking.rejected)
+    ranking.print_rejected(planning.lessons)
     tables.out.print(unknown_memory(host) or planning.shadow_price)
     if planning.profile.is_estimated:
         tables.dim(ESTIMATED)

@@ -170,7 +170,7 @@ def _print_planning(planning: InferencePlanning, *, rows: int, is_stored: bool) 
     tables.out.print(_time_line(numbers), highlight=False)
     tables.out.print(_memory_table(numbers))
     tables.out.print(_reasons_table(planning))
-    print_rejected(planning.ranking.rejected)
+    print_rejected(planning.lessons)
     if workload.task == "generate" and workload.program in (OWN, "vllm"):
         _print_vllm_command(planning, is_stored=is_stored)
     expected_error = "the error for such devices is unknown"

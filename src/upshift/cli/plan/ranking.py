@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.padding import Padding
 from rich.table import Table
@@ -12,7 +12,8 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import Images, ModelProfile
+from upshift.planning.analysis.rejections import Lesson
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
@@ -30,16 +31,6 @@ NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 
-class RejectedPlan(Protocol):
-    """A plan that was left out, and why."""
-
-    @property
-    def plan(self) -> Any: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
 def plans_title(ranked: int, rejected: int, host: Host) -> str:
     that_fit = " that fit" if unknown_memory(host) is None else ""
     return f"Best of {ranked:,} plans{that_fit} ({rejected:,} rejected)"
@@ -52,11 +43,20 @@ def subject_line(architecture: str, host: Host, size: str) -> Text:
 
 def print_uncounted(config: Mapping[str, Any], profile: ModelProfile) -> None:
     """Print that a plan of a model with a tower for images or sounds counts texts alone."""
-    if sample_unit(profile) != "tokens":
+    if sample_unit(profile) != "tokens" or profile.images is not None:
         return
     towers = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if config.get(name)]
     if towers and "text_config" in config:
         tables.dim(f"Counted for texts alone: the inputs of the {' and '.join(towers)} part, and its work on them, come on top")
+
+
+def print_images(images: Images | None, sequence_length: int) -> None:
+    """Print the images that a plan assumes."""
+    if images is None:
+        return
+    takes = f"{images.tokens_per_row:,} of the {sequence_length:,} tokens"
+    tables.out.print(f"Assumed in each row: {images.describe()}, {takes} (--images)", highlight=False)
+    tables.dim("upshift train trains such rows by transformers' Trainer without a plan: at most 8 at once, fp32 or bf16")
 
 
 def print_plans(planning: Planning, *, rows: int) -> None:
@@ -191,12 +191,13 @@ def reasons_table(planning: Planning) -> Table:
     return table
 
 
-def print_rejected(rejected: Sequence[RejectedPlan], *, rows: int = 4) -> None:
-    """Print some of the rejected plans, each with its reason in the next line."""
-    if not rejected:
+def print_rejected(lessons: Sequence[Lesson], *, rows: int = 4) -> None:
+    """Print the rejected plans that teach something: how fast each would have been, and its reason in the next line."""
+    if not lessons:
         return
-    tables.out.print(Text("Some of the rejected", "bold"))
-    for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
-        tables.out.print(Padding(Text(entry.plan.label()), (0, 0, 0, 1)))
-        tables.out.print(Padding(Text(entry.reason), (0, 0, 0, 3)))
+    tables.out.print(Text("Rejected: the fastest for each reason", "bold"))
+    for lesson in lessons[:rows]:
+        speed = "" if lesson.speed is None else f" ({lesson.speed - 1:+.1%})"
+        tables.out.print(Padding(Text(f"{lesson.plan.label()}{speed}"), (0, 0, 0, 1)))
+        tables.out.print(Padding(Text(lesson.reason), (0, 0, 0, 3)))
     tables.out.print()

@@ -46,13 +46,13 @@ def _measure_points(
     """Measure one rank at all points.
 
     If the numbers are polynomials of the batch, one run with a prime batch serves all batches of a length. A run at the first
-    point confirms it. Packed rows are one row for block attention, whose operators then grow with the batch: a large prime batch
-    takes longer than all points."""
+    point confirms it. Packed rows are one row for block attention, whose operators then grow with the batch, as those of a tower
+    do that runs each image by itself: a large prime batch takes longer than all points."""
     measure = partial(tracer.measure, variant, recompute=granularity, ranks=ranks)
     lengths = sorted({sequence for _, sequence in points})
     first = measure(batch=points[0][0], sequence=points[0][1])
-    packs_blocks = variant.masked and variant.attention == BLOCK_ATTENTION
-    batch = 0 if packs_blocks else prime_batch(dimension_sizes(tracer) | set(lengths))
+    grows = variant.masked and variant.attention == BLOCK_ATTENTION or tracer.runs_each_image
+    batch = 0 if grows else prime_batch(dimension_sizes(tracer) | set(lengths))
     try:
         runs = {
             sequence: measure(batch=batch, sequence=sequence, sizes=PrimeSizes(batch, NO_LENGTH))
@@ -74,7 +74,8 @@ def fit_primes(
 
     Return None if numbers are not polynomials, or if the runs disagree."""
     fits: list[FittedSegments] = []
-    for point in prime_points(sequence_length, dimension_sizes(tracer)) if variant.attention != BLOCK_ATTENTION else ():
+    grows = variant.attention == BLOCK_ATTENTION or tracer.runs_each_image
+    for point in () if grows else prime_points(sequence_length, dimension_sizes(tracer)):
         try:
             measured = [
                 [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ ATEN = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
 
 ENGINE_HOLDERS = 4  # references to a gradient that only the engine holds, counted inside a dispatch mode
+
+FEW_TENSORS = 16  # more than any operator reads but one that joins the parts of a batch
 
 
 @dataclass(slots=True)
@@ -269,7 +272,7 @@ class LiveTracker:
         touched = list(outputs)
         _append_tensors(touched, args)
         _append_tensors(touched, kwargs.values())
-        num_bytes = sum(self._touched_bytes(tensor) for tensor in touched)
+        num_bytes = self._total_bytes(touched)
         number = self.sizes.number
         attention = _attention_flops(function, args, kwargs)
         if attention is not None:
@@ -286,10 +289,19 @@ class LiveTracker:
         elif function is not ATEN.empty.memory_format:
             interval.moved_bytes = interval.moved_bytes + num_bytes
 
-    def _touched_bytes(self, tensor: torch.Tensor) -> Any:
-        """Return the bytes of a tensor that a kernel reads. An expanded dimension is read once."""
-        strides = tensor.stride()
-        read_sizes: Iterable[int] = tensor.shape
-        if 0 in strides:
-            read_sizes = tuple(size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
-        return self.sizes.elements(read_sizes, tensor.element_size())
+    def _total_bytes(self, tensors: list[torch.Tensor]) -> Any:
+        """Return the bytes of tensors that a kernel reads.
+
+        Many equal tensors count as one with a further dimension: they are the parts of a batch, and their number shows it."""
+        if len(tensors) <= FEW_TENSORS:
+            return sum(self.sizes.elements(*_read_sizes(tensor)) for tensor in tensors)
+        counts = Counter(_read_sizes(tensor) for tensor in tensors)
+        return sum(self.sizes.elements((number, *sizes), size) for (sizes, size), number in counts.items())
+
+
+def _read_sizes(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the dimensions of a tensor that a kernel reads, and the bytes of an element. An expanded dimension is read once."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tuple(tensor.shape), tensor.element_size()
+    return tuple(size for size, stride in zip(tensor.shape, strides, strict=True) if stride), tensor.element_size()

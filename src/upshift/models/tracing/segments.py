@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from upshift.internals.torch_names import BUFFERS, CHILDREN, PARAMETERS, is_fake, tree_leaves
 from upshift.internals.transformers_names import GROUPED_PRODUCT, PACKED_ROWS
-from upshift.models.adapter import base_of, complete_model
+from upshift.models.adapter import adapter_beside_images, base_of, complete_model
 from upshift.models.build import (
     LayerStack,
     build_model,
@@ -33,12 +33,13 @@ from upshift.models.build import (
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
-from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Variant
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Objective, Variant
 from upshift.models.quantized import copy_scales
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
 from upshift.models.tracing.fast_fake_mode import fake_mode
+from upshift.models.tracing.images import choose_image_class, image_inputs, known_values, runs_each_image
 from upshift.models.tracing.mixtures import all_tokens_to_one_expert
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
@@ -53,10 +54,34 @@ class Tracer:
         self.source = source
         self.fake = fake_mode()
         self.config = source.hf_config
-        self.model_class, self.objective = choose_class(self.config, source.reference)
+        self.model_class, self.objective = self._choose_class()
         check_depth(self.config, source.reference)
         self.stacks: list[LayerStack] = []
         self._models: dict[tuple[torch.dtype, int], nn.Module] = {}
+
+    def _choose_class(self) -> tuple[type[PreTrainedModel], Objective]:
+        if self.source.images_per_row:
+            return choose_image_class(self.config, self.source.reference), "causal-lm"
+        return choose_class(self.config, self.source.reference)
+
+    @contextmanager
+    def running(self, *, masked: bool) -> Iterator[None]:
+        """Answer what model code asks of fake tensors, while the context is open."""
+        values = known_values() if self.source.images_per_row else nullcontext()
+        with fake_masks(masked=masked), values, self.fake:
+            yield
+
+    def inputs(self, model: nn.Module, *, batch: int, sequence: int, masked: bool) -> dict[str, Any]:
+        """Return the inputs of one training step. With images in the rows, the tower runs now."""
+        sizes: Any = {"batch": batch, "sequence": sequence, "masked": masked}
+        if self.source.images_per_row:
+            return image_inputs(base_of(model), **sizes, images=self.source.images_per_row)
+        return sample_inputs(base_of(model), self.objective, **sizes)
+
+    @property
+    def runs_each_image(self) -> bool:
+        """Return whether the tower runs operators for each image, so that large batches take long."""
+        return self.source.images_per_row > 0 and runs_each_image(self.config, self.model_class)
 
     def full_model(self, dtype: torch.dtype) -> nn.Module:
         """Return the model with every layer, its adapter and its frozen parameters, on the meta device.
@@ -74,7 +99,7 @@ class Tracer:
             model = build_model(config, self.model_class, dtype=dtype)
             if self.objective == "sequence-classification":
                 name_padding(model.config)
-            return complete_model(model, self.source)
+            return complete_model(model, adapter_beside_images(self.source, model) if self.source.images_per_row else self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:
         """Return the cut model in ``dtype``, on fake CPU tensors. It is built once.
@@ -119,9 +144,10 @@ class Tracer:
         recompute_layers(model, None if recompute else 0, recompute or "full")
         head_context = chunked_head(base_of(model), chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         layers_context = only_first_layers(model, self.stacks) if chunked else nullcontext()
-        with fake_masks(masked=variant.masked), self.fake, head_context, layers_context, LiveTracker(sizes) as tracker:
+        point: Any = {"batch": batch, "sequence": sequence, "masked": variant.masked}
+        with self.running(masked=variant.masked), head_context, layers_context, LiveTracker(sizes) as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
-            inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
+            texts = None if self.source.images_per_row else self.inputs(model, **point)
             with segment_borders(model, self.stacks, tracker) as borders:
                 passes = []
                 gradient_hooks = [
@@ -132,7 +158,9 @@ class Tracer:
                 for _ in range(2):
                     borders.start("forward")
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
+                        inputs = texts if texts is not None else self.inputs(model, **point)
                         loss = model(**inputs).loss
+                        del inputs
                         tracker.release()
                     borders.start("backward")
                     (loss * 0.5).backward()
@@ -159,10 +187,8 @@ class Tracer:
             calls[layer] = (args, kwargs)
 
         handles = [layer.register_forward_pre_hook(record_call, with_kwargs=True) for layers in stacks for layer in layers]
-        with fake_masks(masked=variant.masked), self.fake:
-            inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
-                model(**inputs)
+        with self.running(masked=variant.masked), torch.autocast("cpu", torch.bfloat16, enabled=variant.precision == "bf16"):
+            model(**self.inputs(model, batch=batch, sequence=sequence, masked=variant.masked))
         for handle in handles:
             handle.remove()
         return [[(layer, calls[layer]) for layer in layers] for layers in stacks]

@@ -39,6 +39,8 @@ from upshift.models.profile import (
     CachedLayers,
     Experts,
     Granularity,
+    Images,
+    Isolation,
     ModelProfile,
     Parameters,
     Polynomial,
@@ -66,6 +68,7 @@ from upshift.models.tracing.fit_polynomials import (
     trace_points,
 )
 from upshift.models.tracing.fork_map import run_forked
+from upshift.models.tracing.images import measure_images
 from upshift.models.tracing.mixtures import count_experts
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.polynomials import fit_segment, fit_single
@@ -76,6 +79,7 @@ BLOCK_TRACE_LENGTH = 1024
 COMPILED_TRACE_LENGTH = 256  # minimum; lengths up to here have a prime that differs from all widths
 CHUNKED_TRACE_LENGTH = 512  # maximum; everything after the layers is linear in the tokens
 DIVIDED_RANKS = 2  # a rank of one and a rank of two together show which parts are divided
+IMAGE_ISOLATION = Isolation(reason="a processor writes each row with the images of its own")
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +242,7 @@ def trace_model(
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
-        isolation = isolation_of(source)
+        isolation = IMAGE_ISOLATION if source.images_per_row else isolation_of(source)
         check_token_ids(source, isolation)
         reason = _why_not_chunked(tracer)
         variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
@@ -273,7 +277,17 @@ def trace_model(
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=flops[0],
         backward_flops=flops[1],
+        images=_measure_images(tracer),
     )
+
+
+def _measure_images(tracer: Tracer) -> Images | None:
+    number = tracer.source.images_per_row
+    if not number:
+        return None
+    tracer.model(torch.float32)
+    with tracer.running(masked=False):
+        return measure_images(tracer.base, number)
 
 
 def _run_tasks(
@@ -320,10 +334,10 @@ def _description(tracer: Tracer) -> dict[str, Any]:
 def _count_experts(tracer: Tracer) -> Experts | None:
     tracer.model(torch.float32).train(False)
     batch, sequence = trace_points(1)[0]
-    inputs = partial(sample_inputs, tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
+    inputs = partial(tracer.inputs, tracer.base, batch=batch, sequence=sequence, masked=False)
     # Build it outside of the fake mode, because a class may compute with real numbers in its constructor.
     full_model = base_of(tracer.full_model(torch.float32))
-    with fake_masks(masked=False), tracer.fake:
+    with tracer.running(masked=False):
         experts = count_experts(full_model, tracer.base, inputs)
     tracer.model(torch.float32).train()
     return experts
@@ -389,6 +403,8 @@ def _tensor_parallel_or_reason(tracer: Tracer, variants: tuple[Variant, ...], po
 
 def _why_not_chunked(tracer: Tracer) -> str | None:
     """Return why the loss cannot be computed in chunks, or None if it can."""
+    if tracer.source.images_per_row:
+        return "rows with images are trained by programs that compute their loss at once"
     base = tracer.base
     batch, sequence = trace_points(1)[0]  # the shortest point will do, since every chunk behaves alike
     with fake_masks(masked=False), tracer.fake:
@@ -508,7 +524,8 @@ def model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomi
         return fit_single(points, forward), fit_single(points, backward)
 
     try:
-        answers = {fit([point], PrimeSizes) for point in prime_points(points[-1][1], dimension_sizes(tracer))}
+        primes = () if tracer.runs_each_image else prime_points(points[-1][1], dimension_sizes(tracer))
+        answers = {fit([point], PrimeSizes) for point in primes}
     except NotPolynomial:
         answers = set()
     flops = answers.pop() if len(answers) == 1 else fit(points, lambda batch, sequence: PlainSizes())
@@ -517,14 +534,16 @@ def model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomi
 
 
 def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes: PlainSizes | PrimeSizes) -> tuple[Any, Any]:
-    with fake_masks(masked=False), tracer.fake, LiveTracker(sizes) as tracker:
-        inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
-        with segment_borders(model, tracer.stacks, tracker) as borders:
-            borders.start("forward")
-            loss = model(**inputs).loss
-            borders.start("backward")
-            loss.backward()
-            tracker.border(None)
+    with (
+        tracer.running(masked=False),
+        LiveTracker(sizes) as tracker,
+        segment_borders(model, tracer.stacks, tracker) as borders,
+    ):
+        borders.start("forward")
+        loss = model(**tracer.inputs(model, batch=batch, sequence=sequence, masked=False)).loss
+        borders.start("backward")
+        loss.backward()
+        tracker.border(None)
     model.zero_grad(set_to_none=True)
     totals = {"forward": sizes.zero, "backward": sizes.zero}
     for name, interval in tracker.intervals:

@@ -21,6 +21,7 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
+from upshift.planning.analysis.rejections import Lesson, lessons_of
 from upshift.planning.cost.communication import link_advice
 from upshift.planning.cost.rates import NO_RATE_ADVICE
 from upshift.planning.cost.time import sample_unit
@@ -364,6 +365,13 @@ class InferencePlanning:
             f"Plan 1 answers sooner: its first token comes in {shorter:.0%} less time than with {fastest.plan.max_concurrency:,} "
             f"at once, which is the fastest, predicted {gain:+.1%}"
         )
+
+    @property
+    def lessons(self) -> list[Lesson]:
+        """Return the rejected plans that teach something, one for each reason, the fastest first."""
+        missing = (*self.ranking.too_big, *self.ranking.too_slow)
+        speeds = {id(entry.plan): entry.tokens_per_second / self.best.tokens_per_second for entry in missing}
+        return lessons_of(self.ranking.rejected, self.best.plan, lambda entry: speeds.get(id(entry.plan)))
 
     def numbers(self, candidate: Candidate) -> InferenceNumbers:
         return numbers_of(candidate, self.host, self.workload)

@@ -26,10 +26,10 @@ from upshift.hardware.detect import detect
 from upshift.importing import quiet_logger
 from upshift.loading.load import load_source
 from upshift.loading.output_lock import claimed
-from upshift.models.adapter import base_of, check_names_in, complete_model, name_base, train_head_whole
+from upshift.models.adapter import adapter_beside_images, base_of, check_names_in, complete_model, name_base, train_head_whole
 from upshift.models.build import build_model, name_padding
 from upshift.models.config import padding_of
-from upshift.models.source import ALL_LINEAR, ModelSource, fetch_weights, source_of_files
+from upshift.models.source import ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
 from upshift.training.arguments import LOSS, Arguments, TrainRequest
@@ -230,7 +230,7 @@ def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, reques
     check_names_in(model, source, request)
     if head is not None:
         source = source.changed(adapter=train_head_whole(source.adapter, model, new_weights))
-    complete = complete_model(model, _adapter_beside_images(source, model))
+    complete = complete_model(model, adapter_beside_images(source, model))
     name_base(complete, source)
     if source.adapter_directory is not None:
         read_adapter(source.adapter_directory, complete)
@@ -263,22 +263,6 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
     if lacking is not None:
         raise RequestError(f"the files of {stored.reference!r} lack {lacking} of {loader.__name__}; save the whole model")
     return model, new_weights
-
-
-def _adapter_beside_images(source: ModelSource, model: Any) -> ModelSource:
-    """Return the source with LoRA in the linear layers of the language model alone, if the user named no modules."""
-    assert source.adapter is not None
-    decoder = model.get_decoder() if "text_config" in source.config else model
-    if source.adapter.get("target_modules") != ALL_LINEAR or decoder is None or decoder is model:
-        return source
-    inside = {id(module) for module in decoder.modules()}
-    head = model.get_output_embeddings()
-    names = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in inside and module is not head
-    ]
-    return source.changed(adapter=source.adapter | {"target_modules": names})
 
 
 def _identity(request: TrainRequest, source: ModelSource) -> dict[str, Any]:
