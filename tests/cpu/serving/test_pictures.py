@@ -126,7 +126,9 @@ def test_three_protocols_ask_the_same(worker: GenerationWorker) -> None:
     openai = {"model": "m", "input": [{"role": "user", "content": items}]}
     expected = ChatRequest.model_validate(body_of(BEFORE, part_of("red"), AFTER)).prompts()
     assert MessagesRequest.model_validate(anthropic).to_chat().prompts() == expected
-    assert ResponsesRequest.model_validate(openai).to_chat([]).prompts() == expected
+    answered = ResponsesRequest.model_validate(openai)
+    items: Any = answered.own_items()
+    assert answered.to_chat(items).prompts() == expected
     split = [{"role": "user", "content": blocks[:1]}, {"role": "user", "content": blocks[1:]}]
     assert MessagesRequest.model_validate(anthropic | {"messages": split}).to_chat().prompts() == expected
 
