@@ -325,6 +325,7 @@ class Server:
 
     def _describe_engine(self, engine: ReplicaSet) -> dict[str, Any]:
         description: dict[str, Any] = {"state": engine.state, "in_flight": engine.in_flight, "processes": engine.pids}
+        description["spare_bytes"] = engine.spare_bytes
         if engine.ready is not None:
             description |= engine.ready.model_dump(exclude={"kind"})
         description |= engine.heartbeat.model_dump(exclude={"kind"})

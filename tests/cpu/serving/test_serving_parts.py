@@ -293,7 +293,7 @@ def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], size
 class Asleep:
     """An engine that says it is ready. ``size``: bytes that it then has."""
 
-    has_failed, pids = False, (1,)
+    has_failed, pids, spare_bytes = False, (1,), 0
 
     def __init__(self, size: int) -> None:
         self.request = EngineRequest(model="m", max_waiting=2)
@@ -302,6 +302,8 @@ class Asleep:
         self.heartbeat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
 
     def call_on_restart(self, tell: Any) -> None: ...
+
+    def keep_no_spares(self) -> None: ...
 
     async def start(self) -> Ready:
         self.state, self.starts = "ready", self.starts + 1
