@@ -40,7 +40,7 @@ from upshift.serving.messages import (
     UnloadAdapter,
     Vector,
 )
-from upshift.serving.spare_process import SpareProcess, kill_process, open_engine_process
+from upshift.serving.spare.process import SpareProcess, kill_process, open_engine_process
 from upshift.value import Value
 
 logger = logging.getLogger(__name__)

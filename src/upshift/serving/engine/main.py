@@ -21,7 +21,6 @@ from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
-from upshift.serving.engine.spare import import_modules, imported_modules
 from upshift.serving.messages import (
     MAX_LINE_BYTES,
     TO_ENGINE,
@@ -34,6 +33,7 @@ from upshift.serving.messages import (
     Refused,
     SpareReady,
 )
+from upshift.serving.spare.imports import import_modules, imported_modules
 from upshift.settings import quiet_libraries, wait_briefly
 from upshift.value import Value
 
