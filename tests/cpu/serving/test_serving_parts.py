@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Listed
 from os.path import commonprefix
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -397,6 +398,8 @@ class Counted:
     """An engine of several, which says who asked it."""
 
     pid, heartbeat = 1, Heartbeat(live=0, waiting=0, resident_bytes=5)
+
+    spare = SimpleNamespace(resident_bytes=0)
 
     def __init__(self, in_flight: int = 0, *, refuses: int | None = None, dies_after: int | None = None) -> None:
         self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()
