@@ -398,7 +398,6 @@ class Counted:
     """An engine of several, which says who asked it."""
 
     pid, heartbeat = 1, Heartbeat(live=0, waiting=0, resident_bytes=5)
-
     spare = SimpleNamespace(resident_bytes=0)
 
     def __init__(self, in_flight: int = 0, *, refuses: int | None = None, dies_after: int | None = None) -> None:
