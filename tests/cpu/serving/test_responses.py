@@ -252,10 +252,11 @@ def test_a_reference_stands_for_an_item() -> None:
     engine = Scripted(CALLS)
 
     async def ask(client: openai.AsyncOpenAI) -> None:
-        first = await client.responses.create(model="m", input="x", tools=[TOOL])
+        tool: Any = TOOL
+        first: Any = await client.responses.create(model="m", input="x", tools=[tool])
         result: Any = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "noon"}
         references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
-        asked_again: Any = {"model": "m", "tools": [TOOL]}
+        asked_again: Any = {"model": "m", "tools": [tool]}
         await client.responses.create(input=[{"role": "user", "content": "x"}, *references, result], **asked_again)
         await client.responses.create(input=[*references, result], previous_response_id=first.id, **asked_again)
         with pytest.raises(openai.NotFoundError, match="the item 'none' is not kept here"):

@@ -424,6 +424,7 @@ def test_functions_are_the_older_form_of_tools(stream: bool, folder: Any) -> Non
     tool = {"tools": [TOOLS[0]], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     newer = asked(engine, **tool).json()["choices"][0]["message"]["tool_calls"][0]["function"]
     older = asked(engine, tools=[], functions=[WEATHER], function_call={"name": "weather"}, stream=stream)
+    called: Any
     if stream:
         events = [json.loads(line[6:]) for line in older.text.split("\n\n") if line.startswith("data: {")]
         chunks = [ChatCompletionChunk.model_validate(event) for event in events]
