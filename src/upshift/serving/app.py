@@ -44,8 +44,8 @@ from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, Unload
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.batch_addresses import add_batch_addresses
-from upshift.serving.protocols.responses_answers import ResponseAnswer
-from upshift.serving.protocols.responses_requests import ResponsesRequest, ResponseStore, StoredResponse
+from upshift.serving.protocols.responses_addresses import ResponsesAddresses
+from upshift.serving.protocols.responses_requests import ResponsesRequest
 from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
@@ -101,8 +101,10 @@ class Server:
     pool: ModelPool
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
-    responses: ResponseStore = field(default_factory=ResponseStore)
     traces: RequestTraces | None = None
+
+    def __post_init__(self) -> None:
+        self.responses = ResponsesAddresses(self)
 
     async def chat(self, request: ChatRequest) -> Response:
         return await self._generate(request, "/v1/chat/completions")
@@ -110,27 +112,13 @@ class Server:
     async def complete(self, request: CompletionRequest) -> Response:
         return await self._generate(request, "/v1/completions")
 
-    async def respond(self, request: ResponsesRequest) -> Response:
-        self._check_model(request.model)
-        earlier: list[dict[str, Any]] = []
-        if request.previous_response_id is not None:
-            earlier = self._find_response(request.previous_response_id).messages
-        chat = request.to_chat(earlier)
-        answer = ResponseAnswer(request, chat)
-
-        def keep(usage: Usage) -> None:
-            if request.store:
-                messages = [*earlier, *request.own_messages(), *answer.messages()]
-                self.responses.add(answer.body(usage), messages)
-
-        return await self._answer_chat(answer, chat, "/v1/responses", keep)
-
     async def answer_line(self, endpoint: str, body: dict[str, Any]) -> LineAnswer:
         """Answer a request of a batch, as the address answers it."""
         body_type, handler = self._line_handlers[endpoint]
         try:
-            if body.get("stream"):
-                raise RequestError("a request of a batch is not streamed; leave out stream")
+            for field_name in ("stream", "background"):
+                if body.get(field_name):
+                    raise RequestError(f"a request of a batch is answered in the batch's file; leave out {field_name}")
             response = await handler(body_type.model_validate(body))
         except Exception as error:  # of any type: it is the answer to this request, and the batch goes on
             if isinstance(error, ValidationError):
@@ -148,41 +136,30 @@ class Server:
             "/v1/chat/completions": (ChatRequest, self.chat),
             "/v1/completions": (CompletionRequest, self.complete),
             "/v1/embeddings": (EmbeddingRequest, self.embed),
-            "/v1/responses": (ResponsesRequest, self.respond),
+            "/v1/responses": (ResponsesRequest, self.responses.respond),
         }
 
     async def message(self, request: MessagesRequest) -> Response:
-        self._check_model(request.model)
+        self.check_model(request.model)
         chat = request.to_chat()
-        return await self._answer_chat(MessageAnswer(chat), chat, "/v1/messages")
+        return await self.answer_chat(MessageAnswer(chat), chat, "/v1/messages")
 
     async def count_tokens(self, request: MessagesPrompt) -> dict[str, int]:
-        self._check_model(request.model)
-        chat = request.to_chat()
+        self.check_model(request.model)
+        return {"input_tokens": await self.count_prompt(request.to_chat())}
+
+    async def count_prompt(self, chat: ChatRequest) -> int:
+        """Return the number of tokens of a chat's prompt."""
         chat.check()
-        async with self._load(request.model, ("generate",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
+        async with self._load(chat.model, ("generate",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             tokens = await engine.tokens(chat.tokenize_request())
-        return {"input_tokens": len(tokens.ids)}
+        return len(tokens.ids)
 
-    def response(self, id: str) -> dict[str, Any]:
-        return self._find_response(id).body
-
-    def delete_response(self, id: str) -> dict[str, Any]:
-        self._find_response(id)
-        self.responses.remove(id)
-        return {"id": id, "object": "response", "deleted": True}
-
-    def _find_response(self, id: str) -> StoredResponse:
-        found = self.responses.find(id)
-        if found is None:
-            raise HTTPException(404, f"the response {id!r} is not kept here, or no longer; send the whole conversation")
-        return found
-
-    async def _answer_chat(
+    async def answer_chat(
         self, answer: ProtocolAnswer, chat: ChatRequest, path: str, on_end: Callable[[Usage], None] = lambda usage: None
     ) -> Response:
         """Answer a chat in another form than that of chat completions. ``on_end`` receives the token counts of a whole answer."""
-        self._check_model(chat.model)
+        self.check_model(chat.model)
         chat.check()
         counts = Answer(chat)
         choices = self._generate_choices(chat)
@@ -227,7 +204,7 @@ class Server:
         return refusal
 
     async def embed(self, request: EmbeddingRequest) -> Response:
-        self._check_model(request.model)
+        self.check_model(request.model)
         async with self._load(request.model, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             vectors = await engine.vectors(Embed(texts=request.texts(), dimensions=request.dimensions))
         self.metrics.tokens.labels(request.model, "prompt").inc(vectors.tokens)
@@ -301,7 +278,7 @@ class Server:
         return {"object": "list", "data": [self._describe_model(name) for name in self.pool.names]}
 
     def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
+        self.check_model(name)
         return self._describe_model(name)
 
     def _describe_model(self, name: str) -> dict[str, Any]:
@@ -348,6 +325,7 @@ class Server:
 
     def _describe_engine(self, engine: ReplicaSet) -> dict[str, Any]:
         description: dict[str, Any] = {"state": engine.state, "in_flight": engine.in_flight, "processes": engine.pids}
+        description["spare_bytes"] = engine.spare_bytes
         if engine.ready is not None:
             description |= engine.ready.model_dump(exclude={"kind"})
         description |= engine.heartbeat.model_dump(exclude={"kind"})
@@ -357,7 +335,7 @@ class Server:
 
     async def _generate(self, request: TextRequest, path: str) -> Response:
         """Answer a request for text: at once, or as a stream of events."""
-        self._check_model(request.model)
+        self.check_model(request.model)
         request.check()
         answer = Answer(request)
         choices = self._generate_choices(request)
@@ -425,7 +403,7 @@ class Server:
         if name is None and len(self.pool.engines) > 1:
             raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
         chosen = next(iter(self.pool.engines)) if name is None else name
-        self._check_model(chosen)
+        self.check_model(chosen)
         return chosen
 
     @asynccontextmanager
@@ -454,7 +432,7 @@ class Server:
         cached = usage.prompt_tokens_details.cached_tokens
         self.metrics.record_tokens(model, prompt=usage.prompt_tokens, cached=cached, answer=usage.completion_tokens)
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
         if name not in self.pool.names:
             valid_names = ", ".join(self.pool.names)
             raise HTTPException(404, f"the model {name!r} is not served here; ask for one of {valid_names}")
@@ -504,6 +482,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         yield
         if batches is not None:
             await batches.stop()
+        await server.responses.stop()
         await server.pool.stop()
 
     app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -550,11 +529,9 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
         app.post(path, **errors)(server.rerank)
     for path in ("/score", "/v1/score"):
         app.post(path, **errors)(server.score)
-    app.post("/v1/responses", **errors)(server.respond)
+    server.responses.add_to(app, errors)
     app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
     app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
-    app.get("/v1/responses/{id}", **errors)(server.response)
-    app.delete("/v1/responses/{id}", **errors)(server.delete_response)
     app.post("/tokenize", **errors)(server.tokenize)
     app.post("/detokenize", **errors)(server.detokenize)
     app.get("/tokenizer_info", **errors)(server.tokenizer_info)

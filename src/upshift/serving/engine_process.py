@@ -11,11 +11,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Literal, NamedTuple
 
-from upshift import parent_process
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
     FROM_ENGINE,
-    MAX_LINE_BYTES,
     RACING,
     Cancel,
     DecodedText,
@@ -23,10 +21,12 @@ from upshift.serving.messages import (
     Detokenize,
     Done,
     Embed,
+    EngineMessage,
     EngineRequest,
     Failed,
     Generate,
     Heartbeat,
+    Imported,
     LearnedLoad,
     LoadAdapter,
     Piece,
@@ -34,11 +34,13 @@ from upshift.serving.messages import (
     Refused,
     Reply,
     Request,
+    SpareReady,
     Tokenize,
     Tokens,
     UnloadAdapter,
     Vector,
 )
+from upshift.serving.spare.process import SpareProcess, kill_process, open_engine_process
 from upshift.value import Value
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,8 @@ class EngineProcess:
         self._learned: LearnedLoad | None = None
         self._start_time = 0.0  # of the process
         self._restart_seconds: float | None = None  # of the last restart
+        self.keeps_spare = request.replicas == 1  # the others go on meanwhile
+        self.spare = SpareProcess(lambda: bool(self._inboxes))
 
     @property
     def pid(self) -> int | None:
@@ -145,7 +149,7 @@ class EngineProcess:
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.wait({supervisor})
-        await self._end(process)
+        await asyncio.gather(self._end(process), self.spare.stop())
 
     async def pieces(self, request: Generate) -> AsyncGenerator[Piece]:
         """Yield the pieces of an answer. When the consumer stops, cancel the request. Raise RequestRefused or
@@ -254,43 +258,47 @@ class EngineProcess:
         self.heartbeat = IDLE
         self._start_time = time.monotonic()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *parent_process.command("upshift.serving.engine.main"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-            )
+            self._process = await self.spare.take() or await open_engine_process()
             error_reader = asyncio.create_task(self._read_errors())
             assert self._process.stdin is not None and self._process.stdout is not None
             request = self.request.changed(is_restart=self._has_been_ready, learned=self._learned)
             self._process.stdin.write(request.to_json().encode() + b"\n")
             async for line in self._process.stdout:
                 message = FROM_ENGINE.validate_json(line)
-                if isinstance(message, Ready):
-                    self.ready = message
-                    was_ready = self._has_been_ready = True
-                    for name, reason in message.lost_adapters.items():
-                        logger.error("the adapter %s was not loaded again: %s", name, reason)
-                    self._set_state("ready")
-                    if death_time:
-                        self._restart_seconds = time.monotonic() - death_time
-                        self.on_restart(self._restart_seconds)
-                elif isinstance(message, Failed):
-                    self.failure = message
-                elif isinstance(message, Heartbeat):
-                    self.heartbeat = message
-                    self._learned = message.learned
-                else:
-                    self._deliver(message)
+                was_ready = was_ready or isinstance(message, Ready)
+                self._take_message(message, death_time)
             await self._process.wait()
             await error_reader
         except Exception as error:  # a process whose output cannot be read is of no use
             self._error_lines.append(f"its answer was not understood ({type(error).__name__})")
             logger.error("the engine of %s is ended: %s", self.request.model, self._error_lines[-1])
-            await self._kill(self._process)
+            await kill_process(self._process)
         self._abandon_requests()
         return was_ready
+
+    def _take_message(self, message: EngineMessage, death_time: float) -> None:
+        if isinstance(message, Ready):
+            self._take_ready(message, death_time)
+        elif isinstance(message, Failed):
+            self.failure = message
+        elif isinstance(message, Heartbeat):
+            self.heartbeat = message
+            self._learned = message.learned
+        elif isinstance(message, Imported):
+            if self.keeps_spare:
+                self.spare.prepare(self.request.changed(modules=message.modules))
+        elif not isinstance(message, SpareReady):  # of the spare process that this engine was
+            self._deliver(message)
+
+    def _take_ready(self, ready: Ready, death_time: float) -> None:
+        self.ready = ready
+        self._has_been_ready = True
+        for name, reason in ready.lost_adapters.items():
+            logger.error("the adapter %s was not loaded again: %s", name, reason)
+        self._set_state("ready")
+        if death_time:
+            self._restart_seconds = time.monotonic() - death_time
+            self.on_restart(self._restart_seconds)
 
     def _deliver(self, answer: Reply | Refused) -> None:
         """Put an answer into the inbox of its request, if the request is still open."""
@@ -340,11 +348,4 @@ class EngineProcess:
         try:
             await asyncio.wait_for(process.wait(), END_SECONDS)
         except TimeoutError:
-            await self._kill(process)
-
-    async def _kill(self, process: asyncio.subprocess.Process | None) -> None:
-        if process is not None and process.returncode is None:
-            process.kill()
-            while process.stdout is not None and await process.stdout.read(2**16):  # asyncio sees no end while a pipe is full
-                pass
-            await process.wait()
+            await kill_process(process)

@@ -69,6 +69,7 @@ class EngineRequest(Value):
     learned: LearnedLoad | None = Field(None, description="by the engine before this one")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
+    modules: tuple[str, ...] = Field((), description="of a spare process: import them, and wait for the request to start with")
 
 
 class TemplateOptions(Value):
@@ -200,10 +201,25 @@ class Ready(Value):
     chats: bool = Field(True, description="whether the model has a chat template")
     lost_adapters: dict[str, str] = Field({}, description="why adapters were not loaded again after a restart, by their names")
     seconds: dict[str, float]
+    late_imports: int = Field(0, description="modules that the process imported after it had its request")
     predicted_capacity: float | None = None
     capacity: float | None = None
     ttft_ms: float | None = Field(None, description="measured time to the first token of a prompt that runs alone")
     tpot_ms: float | None = Field(None, description="measured time of a further token while all rows are used")
+
+
+class Imported(Value):
+    """The modules that an engine has imported. A spare process imports the same."""
+
+    kind: Literal["imported"] = "imported"
+    modules: tuple[str, ...]
+
+
+class SpareReady(Value):
+    """The report of a spare process that has imported the modules of an engine, and waits."""
+
+    kind: Literal["spare"] = "spare"
+    resident_bytes: int
 
 
 class Failed(Value):
@@ -356,6 +372,7 @@ class Heartbeat(Value):
 Request = Generate | Embed | Tokenize | Detokenize | DescribeTokenizer | LoadAdapter | UnloadAdapter
 Reply = Piece | Vector | Tokens | DecodedText | Done
 ToEngine = Annotated[Request | Cancel, Field(discriminator="kind")]
-FromEngine = Annotated[Ready | Failed | Reply | Refused | Heartbeat, Field(discriminator="kind")]
+EngineMessage = Ready | Imported | SpareReady | Failed | Reply | Refused | Heartbeat
+FromEngine = Annotated[EngineMessage, Field(discriminator="kind")]
 TO_ENGINE: TypeAdapter[Request | Cancel] = TypeAdapter(ToEngine)
-FROM_ENGINE: TypeAdapter[Ready | Failed | Reply | Refused | Heartbeat] = TypeAdapter(FromEngine)
+FROM_ENGINE: TypeAdapter[EngineMessage] = TypeAdapter(FromEngine)

@@ -43,6 +43,8 @@ class ModelPool:
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
             engine.call_on_restart(partial(self._record_restart, name))
+            if self.memory_bytes is not None:
+                engine.keep_no_spares()
             self.adapters |= dict.fromkeys(engine.request.adapters, name)
 
     @property

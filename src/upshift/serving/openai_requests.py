@@ -15,14 +15,19 @@ from upshift.errors import RequestError
 from upshift.inference.generation.options import MIN_DIVISOR
 from upshift.serving.messages import Generate, Prompt, TemplateOptions, Tokenize
 from upshift.serving.protocols.chat_messages import (
+    MAX_TOOLS,
     NOT_KEPT,
+    AllowedTools,
     Body,
     CheckedBody,
     ForcedTool,
+    Function,
+    FunctionName,
     Message,
     Tool,
     check_calls,
     prompt_ending,
+    template_messages,
 )
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -79,7 +84,6 @@ MAX_STOP_TOKENS = 64
 MAX_SHOWN_KEYS = 8  # of a wrong logit_bias
 MAX_STOPS = 16  # texts; OpenAI takes 4, and Anthropic more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-MAX_TOOLS = 128
 HINT = "taken without effect: models here do not know it"
 ONLY_DEFAULT = "not OpenAI's; taken with this value only"
 MAX_FORM_CHARACTERS = 2**16
@@ -303,10 +307,15 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
-    tool_choice: Literal["none", "auto", "required"] | ForcedTool = Field(
-        "auto", description="required: the answer is a call. A named tool: it is a call of that tool"
+    tool_choice: Literal["none", "auto", "required"] | ForcedTool | AllowedTools = Field(
+        "auto",
+        description="required: the answer is a call. A named tool: it is a call of that tool. Allowed tools: of these alone",
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call in an answer")
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = Field(
+        [], description="the older form of tools; an answer has at most one call, in function_call"
+    )
+    function_call: Literal["none", "auto"] | FunctionName = Field("auto", description="the older form of tool_choice")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
     prediction: dict[str, Any] | None = Field(None, description=HINT)
     modalities: list[Literal["text"]] = Field(["text"], description="answers are texts")
@@ -324,35 +333,62 @@ class ChatRequest(SamplingRequest):
         check_calls(self.messages)
         if self.echo and not self.continue_final_message:
             raise RequestError("echo repeats the message that continue_final_message goes on with; set both, or neither")
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise RequestError("two tools have the same name; give each a name of its own")
-        unknown_names = set(self._forced_names) - set(names)
-        if unknown_names:
-            raise RequestError(f"tool_choice names {min(unknown_names)}, which is not in tools; name one of them")
-        if self.tool_choice == "required" and not names:
-            raise RequestError("tool_choice is required, and there are no tools; give some")
+        self._check_tools()
         has_form = self.response_format.schema_of_answer is not None
         has_other_form = any(self._forms.values())
         if has_form and has_other_form:
             raise RequestError("response_format and another form of the answer were given; give one of them")
         if self._offered_tools and has_other_form:
             raise RequestError("an answer in a form calls no tools; set tool_choice to none, or leave out one of them")
-        if self._forced_names and has_form:
-            raise RequestError(
-                "an answer in a response_format need not call a tool; set tool_choice to auto or none, or leave out one of them"
-            )
+
+    def _check_tools(self) -> None:
+        """Raise RequestError for tools, and a choice of them, that do not fit together."""
+        if self.tools and self.functions:
+            raise RequestError("functions is the older form of tools; give one of them")
+        field, choice = ("functions", "function_call") if self.functions else ("tools", "tool_choice")
+        names = [tool.function.name for tool in self._tools]
+        if len(set(names)) < len(names):
+            raise RequestError(f"two {field} have the same name; give each a name of its own")
+        unknown_names = set(self._named_tools) - set(names)
+        if unknown_names:
+            raise RequestError(f"{choice} names {min(unknown_names)}, which is not in {field}; name one of them")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice is required, and there are no tools; give some")
+        if self.function_call != "auto" and not self.functions:
+            raise RequestError("function_call is for functions, and there are none; give some, or use tools and tool_choice")
+
+    @property
+    def _tools(self) -> list[Tool]:
+        """Return the tools, in whichever form they came."""
+        return self.tools or [Tool(type="function", function=function) for function in self.functions]
+
+    @property
+    def _named_tools(self) -> list[str]:
+        """Return the names of tools that the choice of tools has."""
+        choice = self.function_call if self.functions else self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        if isinstance(choice, ForcedTool):
+            return [choice.function.name]
+        return [choice.name] if isinstance(choice, FunctionName) else []
 
     @property
     def _offered_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools
+        """Return the tools that the answer may call."""
+        if "none" in (self.tool_choice, self.function_call):
+            return []
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in self._tools if tool.function.name in self._named_tools]
+        return self._tools
 
     @property
     def _forced_names(self) -> list[str]:
         """Return the names of the tools of which the answer must call one, or nothing if it need not call any."""
-        if isinstance(self.tool_choice, ForcedTool):
-            return [self.tool_choice.function.name]
-        return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        is_required = choice.allowed_tools.mode == "required" if isinstance(choice, AllowedTools) else choice == "required"
+        if is_required:
+            return [tool.function.name for tool in self._offered_tools]
+        return [] if isinstance(choice, AllowedTools) else self._named_tools
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
         request = (
@@ -366,7 +402,7 @@ class ChatRequest(SamplingRequest):
             update={
                 "tools": json.dumps([tool.to_template() for tool in self._offered_tools]),
                 "forced_tools": tuple(self._forced_names),
-                "max_calls": None if self.parallel_tool_calls else 1,
+                "max_calls": None if self.parallel_tool_calls and not self.functions else 1,
             }
         )
 
@@ -394,7 +430,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def json_schema(self) -> str | None:
-        schema = self.response_format.schema_of_answer
+        schema = None if self._forced_names else self.response_format.schema_of_answer  # a call has its own form
         return super().json_schema if schema is None else json.dumps(schema)
 
     @property
@@ -402,7 +438,7 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self) -> list[Any]:
-        return [tuple(message.to_template() for message in self.messages)] * self.n
+        return [template_messages(self.messages)] * self.n
 
 
 class CompletionRequest(SamplingRequest):

@@ -197,9 +197,16 @@ class Answer:
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
         """Return the message of a choice. Beside calls or reasoning, a text of white space is no content."""
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[index]]
-        more = self._format_reasoning("".join(self._reasoning[index])) | ({"tool_calls": calls} if calls else {})
+        more: dict[str, Any] = self._format_reasoning("".join(self._reasoning[index]))
+        more |= self._format_calls([{name: call[name] for name in call if name != "index"} for call in self._calls[index]])
         return {"role": "assistant", "content": text if text.strip() or not more else None, **more}
+
+    def _format_calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the field of a message, or of a part of one, for its calls: in the form in which the request has its tools."""
+        if not calls:
+            return {}
+        has_functions = isinstance(self.request, ChatRequest) and self.request.functions
+        return {"function_call": calls[0]["function"]} if has_functions else {"tool_calls": calls}
 
     def _format_reasoning(self, reasoning: str) -> dict[str, str]:
         """Return the fields of a message, or of a part of one, for its reasoning: under both names that clients read."""
@@ -209,7 +216,9 @@ class Answer:
     def _finish_reason(self, index: int) -> str | None:
         """Return why a choice ended, or None if it goes on."""
         ending = self._last_pieces[index].ending
-        return "tool_calls" if ending == "stop" and self._calls[index] else ending
+        if ending != "stop" or not self._calls[index]:
+            return ending
+        return "function_call" if isinstance(self.request, ChatRequest) and self.request.functions else "tool_calls"
 
     def event(self, choice: Choice, calls: list[dict[str, Any]], *, first: bool) -> bytes:
         """Return a piece with its calls as a server-sent event. ``first`` marks the first piece of its choice."""
@@ -219,8 +228,7 @@ class Answer:
             delta: dict[str, Any] = self._format_reasoning(piece.reasoning)
             if piece.text or not (calls or delta):
                 delta["content"] = piece.text
-            if calls:
-                delta["tool_calls"] = calls
+            delta |= self._format_calls(calls)
             content = {"delta": delta | ({"role": "assistant"} if first else {})}
         else:
             content = {"text": piece.text}

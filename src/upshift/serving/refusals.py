@@ -31,6 +31,7 @@ class ErrorAnswer(BaseModel):
 class AnthropicErrorBody(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorAnswer(BaseModel):
@@ -79,8 +80,16 @@ ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
 RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
+class ThreadsUnsupported(RequestError):
+    """A request of Anthropic's asks the server to keep the conversation."""
+
+
+THREAD_DETAILS: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # Anthropic's
+
+
 class Refusal(NamedTuple):
-    """An error answer: HTTP status, message, the field that is wrong, the seconds after which to try again, and OpenAI's code.
+    """An error answer: HTTP status, message, the field that is wrong, the seconds after which to try again, OpenAI's code, and
+    Anthropic's details.
 
     Message and field may quote the request, and are cut where they are sent."""
 
@@ -89,6 +98,7 @@ class Refusal(NamedTuple):
     param: str | None = None
     retry_after: float | None = None
     code: str | None = None
+    details: dict[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""
@@ -100,7 +110,8 @@ class Refusal(NamedTuple):
         """Return the error in Anthropic's form. Its clients know a prompt that is too long by the words of the message."""
         error_type = ANTHROPIC_ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         message = f"prompt is too long: {self.message}" if self.code == CONTEXT_CODE else self.message
-        return {"type": "error", "error": {"type": error_type, "message": cut_error(message)}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": error_type, "message": cut_error(message), **details}}
 
 
 # pydantic's names, in the path of a field
@@ -125,6 +136,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, TimeoutError):
         return Refusal(504, "the answer took longer than a request may take here; ask for fewer tokens")
+    if isinstance(error, ThreadsUnsupported):
+        return Refusal(400, str(error), "thread", details=THREAD_DETAILS)
     if isinstance(error, RequestError):
         return Refusal(400, str(error))
     if isinstance(error, EngineDied):

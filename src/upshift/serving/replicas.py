@@ -45,6 +45,16 @@ class ReplicaSet:
         for engine in self.engines:
             engine.on_restart = callback
 
+    def keep_no_spares(self) -> None:
+        """Keep no spare processes, whose memory is not in the model's."""
+        for engine in self.engines:
+            engine.keeps_spare = False
+
+    @property
+    def spare_bytes(self) -> int:
+        """Return the bytes of the spare processes, which are not in ``heartbeat``."""
+        return sum(engine.spare.resident_bytes for engine in self.engines)
+
     @property
     def state(self) -> State:
         """Return the best state that any engine has."""

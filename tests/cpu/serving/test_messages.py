@@ -264,6 +264,15 @@ def with_client(engine: Any, ask: Callable[[Any], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
+def test_a_thread_is_refused_in_the_words_that_the_client_knows() -> None:
+    """So that Anthropic's client goes on without one."""
+    app = app_of(Scripted())[0]
+    refused = posted(app, ASKED | {"thread": {"type": "create"}}, path="/v1/messages")[0]
+    assert refused.status_code == 400 and "leave thread out" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert posted(app, ASKED | {"thread": None}, path="/v1/messages")[0].status_code == 200
+
+
 @pytest.mark.parametrize("parts", [TEXT, CALLS, STOPPED, CUT])
 def test_anthropics_client_reads_a_stream(parts: Any) -> None:
     async def ask(client: Any) -> Any:

@@ -126,7 +126,9 @@ def test_three_protocols_ask_the_same(worker: GenerationWorker) -> None:
     openai = {"model": "m", "input": [{"role": "user", "content": items}]}
     expected = ChatRequest.model_validate(body_of(BEFORE, part_of("red"), AFTER)).prompts()
     assert MessagesRequest.model_validate(anthropic).to_chat().prompts() == expected
-    assert ResponsesRequest.model_validate(openai).to_chat([]).prompts() == expected
+    answered = ResponsesRequest.model_validate(openai)
+    items: Any = answered.own_items()
+    assert answered.to_chat(items).prompts() == expected
     split = [{"role": "user", "content": blocks[:1]}, {"role": "user", "content": blocks[1:]}]
     assert MessagesRequest.model_validate(anthropic | {"messages": split}).to_chat().prompts() == expected
 
@@ -186,7 +188,8 @@ def test_other_texts_go_on_while_pictures_are_read_and_computed(
     monkeypatch.setattr(MediaPrompts, "apply_template", slow("reading", process))
     monkeypatch.setattr(decoder, "compute_apart", slow("computing", compute))
     monkeypatch.setattr(decoder, "step", watched.step)
-    monkeypatch.setattr(worker, "_picture_thread", None)  # that of the others, afterwards
+    for name in ("_prompt_thread", "_put"):  # those of the others, afterwards
+        monkeypatch.setattr(worker, name, None)
     bodies = [body_of(AFTER, max_tokens=1500, ignore_eos=True), body_of(part_of("blue"), BEFORE)]
     bodies += [body_of(part_of("blue"), AFTER), body_of(BEFORE, part_of("red"), BEFORE, return_token_ids=True)]
     for number, body in enumerate(bodies):

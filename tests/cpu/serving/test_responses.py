@@ -12,8 +12,10 @@ import openai
 import pytest
 from test_serve_faults import Recording, app_of, posted
 
-from upshift.serving.messages import Generate, Piece, ToolCall
-from upshift.serving.protocols.responses_requests import ResponseStore
+from upshift.errors import RequestError
+from upshift.serving.engine_process import TokenizedPrompt
+from upshift.serving.messages import Generate, Piece, TokenScore, ToolCall
+from upshift.serving.protocols.responses_store import ResponseStore
 
 TOOL = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": True}
 TEXT = ({"reasoning": "first"}, {"reasoning": " then", "text": "so"}, {"text": " be it", "ending": "stop"})
@@ -36,7 +38,7 @@ class Scripted(Recording):
         for fields in self.parts:
             if isinstance(fields, Exception):
                 raise fields
-            yield Piece(id=1, tokens=2, prompt_tokens=3, reasoning_tokens=1, **{"text": "", **fields})
+            yield Piece(**{"id": 1, "tokens": 2, "prompt_tokens": 3, "reasoning_tokens": 1, "text": "", **fields})
 
 
 def with_client(engine: Any, ask: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
@@ -145,7 +147,13 @@ def test_the_store_is_bounded() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
-    ({"background": True}, "background"),
+    ({"background": True, "stream": True}, "an answer in the background is not streamed"),
+    ({"background": True, "store": False}, "set store to true"),
+    ({"background": True, "tool_choice": "required"}, "there are no tools"),
+    ({"top_logprobs": 2}, "add 'message.output_text.logprobs' to include"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"include": ["message"]}, "include.0"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}}, "names f, which"),
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "c"}, "conversation is not possible here"),
     ({"tool_choice": "required"}, "there are no tools"),
@@ -174,3 +182,165 @@ def test_the_name_of_the_model_comes_before_what_else_is_wrong() -> None:
     answers = posted(app_of(Scripted())[0], *({"model": "other", "input": "x"} | body for body in bodies), path="/v1/responses")
     assert [answer.status_code for answer in answers] == [404, 404]
     assert all("'other' is not served here" in answer.json()["error"]["message"] for answer in answers)
+
+
+def score(text: str, logprob: float = -1.0) -> TokenScore:
+    likely = tuple(TokenScore(spelled=tuple(other.encode()), logprob=value) for other, value in (("x", -0.5), (text, logprob)))
+    return TokenScore(spelled=tuple(text.encode()), logprob=logprob, top=likely)
+
+
+SCORED = (  # reasoning, a text whose token is held back, a text and a call whose tokens are no text, and a stop string
+    {"reasoning": "first", "scores": (score("first"),)},
+    {"scores": (score("so "),), "reasoning_tokens": 0},
+    {"text": "so be", "scores": (score("be"),), "reasoning_tokens": 0},
+    {"scores": (score("<call>"),), "reasoning_tokens": 0},
+    {"calls": (ToolCall(index=0, name="now", arguments="{}"),), "scores": (score("</call>"),), "reasoning_tokens": 0},
+    {"text": " it", "scores": (score(" it"),), "reasoning_tokens": 0},
+    {"text": "", "ending": "stop", "scores": (score("END"),), "reasoning_tokens": 0},
+)
+
+
+def test_log_probabilities_are_those_of_the_text() -> None:
+    """With a stream, they come with the text whose they are, and all of them at its end."""
+    engine = Scripted(SCORED)
+    wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = asked(engine, **wanted)
+    assert engine.requests[0].top == 2
+    texts = [[one.token for one in item.content[0].logprobs] for item in whole.output if item.type == "message"]
+    assert texts == [["so ", "be"], [" it", "END"]]
+    first = whole.output[1].content[0].logprobs[0]
+    assert (first.logprob, first.bytes, [one.token for one in first.top_logprobs]) == (-1.0, list(b"so "), ["x", "so "])
+    events = with_client(Scripted(SCORED), lambda client: all_events(client, **wanted))
+    deltas = [one.token for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    done = [[one.token for one in event.logprobs] for event in events if event.type == "response.output_text.done"]
+    assert deltas == ["so ", "be", " it"] and done == texts
+    assert asked(Scripted()).output[1].content[0].logprobs == []
+
+
+async def all_events(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
+    stream = await client.responses.create(model="m", input="x", stream=True, **fields)
+    return [event async for event in stream]
+
+
+def test_the_items_of_an_input_are_listed() -> None:
+    """Of the whole conversation, in pages, in both orders."""
+    turns: Any = [{"role": "user", "content": str(number)} for number in range(4)]
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        first = await client.responses.create(model="m", input=turns)
+        second = await client.responses.create(model="m", input="end", previous_response_id=first.id)
+        pages = client.responses.input_items.list
+        listed = [[item async for item in pages(second.id, limit=3, order=order)] for order in ("asc", "desc")]
+        with pytest.raises(openai.NotFoundError, match="no item of the response"):
+            await pages(second.id, after="none")
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            await pages(second.id, limit=101)
+        return first, listed
+
+    first, (rising, falling) = with_client(Scripted(), ask)
+    assert rising == falling[::-1] and len({item.id for item in rising}) == 7
+    said = [(item.type, item.content[0].type, item.content[0].text) for item in rising]
+    assert said == [
+        *(("message", "input_text", str(number)) for number in range(4)), ("reasoning", "reasoning_text", "first then"),
+        ("message", "output_text", "so be it"), ("message", "input_text", "end"),
+    ]  # fmt: skip
+    assert [item.id for item in rising[4:6]] == [item.id for item in first.output]
+
+
+def test_a_reference_stands_for_an_item() -> None:
+    """As frameworks send a history whose answers the server keeps."""
+    engine = Scripted(CALLS)
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        tool: Any = TOOL
+        first: Any = await client.responses.create(model="m", input="x", tools=[tool])
+        result: Any = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "noon"}
+        references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+        asked_again: Any = {"model": "m", "tools": [tool]}
+        await client.responses.create(input=[{"role": "user", "content": "x"}, *references, result], **asked_again)
+        await client.responses.create(input=[*references, result], previous_response_id=first.id, **asked_again)
+        with pytest.raises(openai.NotFoundError, match="the item 'none' is not kept here"):
+            await client.responses.create(input=[{"type": "item_reference", "id": "none"}], **asked_again)
+
+    with_client(engine, ask)
+    _, by_references, by_response = engine.requests
+    turns: Any = by_references.prompt
+    assert by_references.prompt == by_response.prompt and [turn["role"] for turn in turns] == ["user", "assistant", "tool"]
+    assert len(turns[1]["tool_calls"]) == 2
+
+
+class Waiting(Scripted):
+    """An engine whose answers go on when they are told to."""
+
+    def __init__(self, parts: Any = TEXT) -> None:
+        super().__init__(parts)
+        self.go = asyncio.Event()
+        self.left = 0
+
+    async def pieces(self, request: Generate) -> Any:
+        try:
+            async for piece in super().pieces(request):
+                yield piece
+                await self.go.wait()
+        finally:
+            self.left += 1
+
+
+def test_an_answer_in_the_background() -> None:
+    """It is asked for until it is complete, cancelled while it is computed, and not continued before its end."""
+    engine = Waiting()
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        start = {"model": "m", "input": "x", "background": True}
+        whole, cancelled, dropped = [await client.responses.create(**start) for _ in range(3)]  # type: ignore[call-overload]
+        assert (whole.status, whole.background, whole.output) == ("queued", True, [])
+        assert (await client.responses.retrieve(whole.id)).status == "in_progress"
+        with pytest.raises(openai.BadRequestError, match="is still computed"):
+            await client.responses.create(model="m", input="y", previous_response_id=whole.id)
+        for _ in range(2):
+            assert (await client.responses.cancel(cancelled.id)).status == "cancelled"
+        await client.responses.delete(dropped.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(dropped.id)
+        assert engine.left == 2
+        engine.go.set()
+        while (ended := await client.responses.retrieve(whole.id)).status == "in_progress":
+            await asyncio.sleep(0.01)
+        assert (await client.responses.cancel(whole.id)) == ended
+        plain = await client.responses.create(model="m", input="x")
+        with pytest.raises(openai.BadRequestError, match="not computed in the background"):
+            await client.responses.cancel(plain.id)
+        with pytest.raises(openai.BadRequestError, match="leave stream out"):
+            await client.responses.retrieve(plain.id, stream=True)
+        return ended, plain
+
+    ended, plain = with_client(engine, ask)
+    assert (ended.status, ended.output_text, ended.usage) == ("completed", plain.output_text, plain.usage)
+
+
+def test_an_answer_in_the_background_that_fails() -> None:
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        begun = await client.responses.create(model="m", input="x", background=True)
+        while (ended := await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+        return ended
+
+    for error, code in ((ValueError("/secret"), "server_error"), (RequestError("no"), "invalid_prompt")):
+        ended = with_client(Scripted(({"text": "so"}, error)), ask)
+        assert (ended.status, ended.error.code) == ("failed", code) and "secret" not in ended.error.message
+
+
+def test_the_tokens_of_a_prompt_are_counted() -> None:
+    engine = Counting()
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        first = await client.responses.create(model="m", input="x")
+        return await client.responses.input_tokens.count(model="m", input="y", previous_response_id=first.id)
+
+    counted = with_client(engine, ask)
+    assert counted.object == "response.input_tokens" and counted.input_tokens == 3, "the messages of the conversation"
+
+
+class Counting(Scripted):
+    async def tokens(self, request: Any) -> TokenizedPrompt:
+        return TokenizedPrompt([0] * len(request.prompt), [])

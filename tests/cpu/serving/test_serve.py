@@ -350,10 +350,12 @@ def test_an_engine_that_is_killed(server: Running) -> None:
         answer = server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 250, "n": 4})
         said.put(answer)
 
+    wait(lambda: server.engine()["spare_bytes"])
     asking = threading.Thread(target=ask)
     asking.start()
     wait(lambda: server.engine()["in_flight"] == 4)
-    before = server.engine()["processes"][0]
+    first = server.engine()
+    before = first["processes"][0]
     os.kill(before, signal.SIGKILL)
     asking.join(timeout=60)
     answer = said.get(timeout=1)
@@ -361,6 +363,7 @@ def test_an_engine_that_is_killed(server: Running) -> None:
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code in (200, 503)
     wait(lambda: server.engine()["state"] == "ready" and server.engine()["processes"][0] != before)
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code == 200
+    assert first["late_imports"] > 1000 and server.engine()["late_imports"] < 10, "a spare process had imported the rest"
     counted = httpx2.get(f"{server.url}/metrics", headers=KEY).text
     assert re.search(r'upshift_engine_restarts_total{model="tiny"} 1\.0', counted)
     assert 'upshift_engine_start_seconds{model="tiny",part="racing and loading"}' in counted

@@ -22,7 +22,8 @@ from upshift.serving.model_pool import ModelPool
 from upshift.serving.request_checks import Limits
 
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize", "/detokenize", "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/rerank", "/score",
 )  # fmt: skip

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Listed
 from os.path import commonprefix
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -293,7 +294,7 @@ def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], size
 class Asleep:
     """An engine that says it is ready. ``size``: bytes that it then has."""
 
-    has_failed, pids = False, (1,)
+    has_failed, pids, spare_bytes = False, (1,), 0
 
     def __init__(self, size: int) -> None:
         self.request = EngineRequest(model="m", max_waiting=2)
@@ -302,6 +303,8 @@ class Asleep:
         self.heartbeat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
 
     def call_on_restart(self, tell: Any) -> None: ...
+
+    def keep_no_spares(self) -> None: ...
 
     async def start(self) -> Ready:
         self.state, self.starts = "ready", self.starts + 1
@@ -395,6 +398,7 @@ class Counted:
     """An engine of several, which says who asked it."""
 
     pid, heartbeat = 1, Heartbeat(live=0, waiting=0, resident_bytes=5)
+    spare = SimpleNamespace(resident_bytes=0)
 
     def __init__(self, in_flight: int = 0, *, refuses: int | None = None, dies_after: int | None = None) -> None:
         self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from test_tool_calls import TEMPLATES, TOOLS, USER, folder, make_tokenizer, mess
 
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
-from upshift.serving.engine.generation import GenerationWorker
-from upshift.serving.engine.tokenization import token_replies
+from upshift.serving.engine.generation import GenerationWorker, answer_requests
+from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, token_replies
 from upshift.serving.engine_process import EngineProcess, RequestRefused
-from upshift.serving.messages import Detokenize, EngineRequest, Refused, Tokenize
+from upshift.serving.messages import Cancel, Detokenize, EngineRequest, Generate, Piece, Refused, Tokenize, Tokens
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.request_checks import Limits
@@ -158,3 +160,53 @@ def test_what_follows_the_last_message_of_a_chat(worker: Any) -> None:
     assert texts["open"].endswith("The fox <|end|>")
     both = asked(worker, "/tokenize", messages=messages, add_generation_prompt=True, continue_final_message=True)
     assert both.status_code == 400 and "set add_generation_prompt to false" in both.text
+
+
+def test_long_prompts_are_read_while_others_are_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Texts and chats, for an answer or for their tokens: the engine takes steps meanwhile, and whoever leaves gets nothing."""
+    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch", prompt_length=8, output_length=4, concurrency=2))
+    worker.prepare()
+    read, step = PromptReader.read, worker.scheduler.step
+    stepped = threading.Event()
+    waited: list[bool] = []
+    inbox: queue.Queue[Any] = queue.Queue()
+
+    def read_slowly(reader: PromptReader, *prompt: Any) -> list[int]:
+        if threading.current_thread() is not threading.main_thread():
+            stepped.clear()
+            waited.append(stepped.wait(30))
+        return read(reader, *prompt)
+
+    def take_step() -> Any:
+        stepped.set()
+        return step()
+
+    monkeypatch.setattr(PromptReader, "read", read_slowly)
+    monkeypatch.setattr(worker.scheduler, "step", take_step)
+    long = "the quick fox " * (LONG_CHARACTERS // 14 + 1)
+    chat = ({"role": "user", "content": long},)
+    endless = {"max_new_tokens": 100}
+    first = Generate(id=1, prompt="the fox", options=endless, ignore_eos=True)
+    cut = {"max_prompt_tokens": 8, "truncation_side": "left", "with_token_ids": True, "options": {"max_new_tokens": 2}}
+    requests = [first, Generate(id=2, prompt=long, **cut), Generate(id=3, prompt=chat, **cut), Generate(id=4, prompt=long, **cut)]
+    for request in (*requests, Tokenize(id=5, prompt=chat), Cancel(id=4)):
+        inbox.put(request)
+    said: list[Any] = []
+
+    def send(messages: list[Any]) -> None:
+        said.extend(messages)
+        ended = {message.id for message in said if getattr(message, "last", False)}
+        if ended >= {1, 2, 3, 5} and not any(message is None for message in inbox.queue):
+            inbox.put(None)
+
+    worker.watch(inbox)
+    answer_requests(worker, inbox, send)
+    monkeypatch.undo()
+    assert waited == [True] * 4, "with the one that left"
+    pieces = [message for message in said if isinstance(message, Piece)]
+    assert {piece.id for piece in pieces} == {1, 2, 3}
+    ids = {piece.id: piece.prompt_ids for piece in pieces if piece.prompt_ids}
+    tokenizer = worker.generator.prompts.tokenizer
+    whole = worker._read_prompt(Tokenize(prompt=chat))
+    assert ids == {2: tuple(tokenizer(long).input_ids[-8:]), 3: tuple(whole[-8:])}
+    assert [token for message in said if isinstance(message, Tokens) for token in message.ids] == whole

@@ -408,16 +408,81 @@ def test_an_answer_is_of_the_form_or_a_call(folder: Any) -> None:
     assert len(names) > 1 and "form" in names, names
 
 
+WEATHER = TOOLS[0]["function"]
+CALLED = {"name": "weather", "arguments": "{}"}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_the_older_form_of_tools(stream: bool, folder: Any) -> None:
+    """The same prompt, the same call, the same next prompt: under OpenAI's older names."""
+    engine = Working(folder, TEMPLATES["hermes"])
+    tool = {"tools": [TOOLS[0]], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    newer = asked(engine, **tool).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    older = asked(engine, tools=[], functions=[WEATHER], function_call={"name": "weather"}, stream=stream)
+    called: Any
+    if stream:
+        events = [json.loads(line[6:]) for line in older.text.split("\n\n") if line.startswith("data: {")]
+        chunks = [ChatCompletionChunk.model_validate(event) for event in events]
+        (called,) = [one.choices[0].delta.function_call for one in chunks if one.choices[0].delta.function_call]
+        ending = chunks[-1].choices[0].finish_reason
+    else:
+        choice = ChatCompletion.model_validate(older.json()).choices[0]
+        called, ending = choice.message.function_call, choice.finish_reason
+        assert choice.message.tool_calls is None
+    assert called is not None and {"name": called.name, "arguments": called.arguments} == newer and ending == "function_call"
+    calls = [{"id": "c1", "type": "function", "function": newer}]
+    results = {"older": {"role": "function", "name": "weather", "content": "rain"},
+               "newer": {"role": "tool", "tool_call_id": "c1", "content": "rain"}}  # fmt: skip
+    asked(engine, messages=[USER, {"role": "assistant", "tool_calls": calls}, results["newer"]], max_tokens=1, tools=[TOOLS[0]])
+    turns = [USER, {"role": "assistant", "content": None, "function_call": newer}, results["older"]]
+    asked(engine, messages=turns, max_tokens=1, tools=[], functions=[WEATHER])
+    worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch"))
+    prompts = [worker._read_prompt(request) for request in engine.requests]
+    assert prompts[0] == prompts[1] and prompts[2] == prompts[3]
+    assert [request.max_calls for request in engine.requests] == [None, 1, None, 1]
+
+
+def test_a_part_of_the_tools_is_allowed(folder: Any) -> None:
+    engine = Working(folder, TEMPLATES["hermes"])
+    choice = asked(engine, tool_choice=allowed("required", "weather"), n=3, max_tokens=200).json()["choices"]
+    ids = {call["id"] for one in choice for call in one["message"]["tool_calls"]}
+    names = [call["function"]["name"] for one in choice for call in one["message"]["tool_calls"]]
+    assert names == ["weather"] * 3 and len(ids) == 3
+    asked(engine, tool_choice=allowed("auto", "now"), max_tokens=1)
+    offered = [{tool["function"]["name"] for tool in json.loads(request.tools or "")} for request in engine.requests]
+    assert offered == [{"weather"}] * 3 + [{"now"}] and not engine.requests[-1].forced_tools
+
+
+def test_a_forced_call_has_its_own_form(folder: Any) -> None:
+    """As OpenAI documents: a response_format is of the text, and a forced call has none."""
+    engine = Working(folder, TEMPLATES["hermes"])
+    answer = asked(engine, tool_choice="required", response_format={"type": "json_object"}).json()["choices"][0]
+    assert [call["function"]["name"] in SCHEMAS for call in answer["message"]["tool_calls"]] == [True]
+
+
 CALL = message_of([("now", {})])
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice is required, and there are no tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice names other, which is not in tools"),
     ({"tools": [TOOLS[1], TOOLS[1]]}, "two tools have the same name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
+    ({"functions": [WEATHER]}, "functions is the older form of tools"),
+    ({"function_call": {"name": "weather"}}, "function_call is for functions, and there are none"),
     (
-        {"response_format": {"type": "json_object"}, "tool_choice": "required"},
-        "an answer in a response_format need not call a tool; set tool_choice to auto or none",
+        {"tools": [], "functions": [WEATHER], "function_call": {"name": "now"}},
+        "function_call names now, which is not in func",
     ),
+    ({"tools": [], "functions": [WEATHER, WEATHER]}, "two functions have the same name"),
+    ({"tool_choice": allowed("auto", "weather", "other")}, "tool_choice names other, which is not in tools"),
+    ({"tool_choice": allowed("required")}, "tool_choice"),
+    ({"messages": [USER, {"role": "function", "content": "x"}]}, "a message of the role function has the name of the function"),
+    ({"messages": [{"role": "user", "content": "x", "function_call": CALLED}]}, "only a message of the assistant without"),
+    ({"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "[1]"}}]}, "are no JSON object"),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message of the role tool, and no other, has a tool_call_id"),
     ({"messages": [{**CALL, "role": "user", "content": "x"}]}, "only a message of the assistant has tool_calls"),
     ({"messages": [{**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "are no JSON object"),

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,22 @@ from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.adapter_files import keep_adapters
 from upshift.serving.engine.admission import RequestQueue, Ticket, TtftEstimator
 from upshift.serving.engine.answer_pieces import NewToken, OpenRequest, TextStream, make_pieces
-from upshift.serving.engine.picture_support import PictureReader, PictureThread, ReadPrompt
-from upshift.serving.engine.reasoning import (
-    ReasoningGuide,
-    ReasoningStream,
-)
+from upshift.serving.engine.picture_support import PictureReader
+from upshift.serving.engine.reasoning import ReasoningGuide, ReasoningStream
 from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.engine.text_scheduler import TextScheduler, measure_texts
-from upshift.serving.engine.tokenization import PromptReader, check_token_ids, cut_prompt, token_replies
+from upshift.serving.engine.tokenization import (
+    PromptReader,
+    PromptThread,
+    ReadPrompt,
+    check_token_ids,
+    cut_prompt,
+    is_chat,
+    is_token_ids,
+    start_prompt_thread,
+    takes_long,
+    token_replies,
+)
 from upshift.serving.engine.tool_calls import CallStream, grammar_of_call, schemas_of_tools
 from upshift.serving.engine.warmup import PassTimes, expected_prompts, measure_passes, rows_that_fit
 from upshift.serving.messages import (
@@ -157,7 +165,8 @@ class GenerationWorker:
         self._reader = PromptReader(self.generator.prompts, allow_special=request.allow_special)
         self._tools = self._reader.template
         self._pictures = PictureReader(self.generator, self._tools, request.image_folder)
-        self._picture_thread: PictureThread | None = None
+        self._prompt_thread: PromptThread | None = None
+        self._put: Callable[[Any], None] | None = None  # takes what comes from others than clients
         self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
@@ -278,7 +287,7 @@ class GenerationWorker:
         assert not isinstance(message, Embed), "the server sends them to encoders"
         if isinstance(message, ReadPrompt):
             return self._end_reading(message)
-        if self._picture_thread is not None and isinstance(message, Generate | Tokenize) and has_media(message.prompt):
+        if self._put is not None and isinstance(message, Generate | Tokenize) and takes_long(message):
             refused = self._begin_reading(message)
             return [] if refused is None else [refused]
         if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
@@ -303,8 +312,7 @@ class GenerationWorker:
         return self._read_prompt(request)
 
     def _begin_reading(self, request: Generate | Tokenize) -> Refused | None:
-        """Begin to read a prompt with pictures in the thread for it. Return the refusal of a request that is rejected at once."""
-        assert self._picture_thread is not None
+        """Begin to read a prompt in the thread for it. Return the refusal of a request that is rejected at once."""
         try:
             self._pictures.check(request)
         except RequestError as error:
@@ -312,21 +320,31 @@ class GenerationWorker:
         waited = 0.0 if isinstance(request, Tokenize) or request.arrival is None else time.perf_counter() - request.arrival
         refused = self.scheduler.begin_reading(request.id, waited)
         if refused is None:
-            self._picture_thread.begin(request)
+            self._find_prompt_thread().begin(request)
         return refused
 
     def _end_reading(self, read: ReadPrompt) -> list[Value]:
-        """Go on with a request whose pictures were read, unless it was canceled."""
+        """Go on with a request whose prompt was read, unless it was canceled."""
         request = read.request
         if not self.scheduler.end_reading(request.id, read.seconds):
             return []
-        if isinstance(read.ids, Exception):
-            return [Refused.from_error(request.id, read.ids)]
-        ids = read.ids
+        if isinstance(read.read, Exception):
+            return [Refused.from_error(request.id, read.read)]
         if isinstance(request, Tokenize):
-            return token_replies(request, self.generator.prompts.tokenizer, lambda _: ids, self.generator.vocabulary)
-        refused = self.take(request, ids)
+            return read.read
+        refused = self.take(request, read.read)
         return [] if refused is None else [refused]
+
+    def _find_prompt_thread(self) -> PromptThread:
+        """Return the thread that reads prompts. The first call starts it, because it needs a tokenizer of its own."""
+        if self._prompt_thread is None:
+            assert self._put is not None
+            special = self.request.allow_special
+            vocabulary = self.generator.vocabulary
+            self._prompt_thread = start_prompt_thread(
+                self.generator.prompts, self._read_prompt, self._put, allow_special=special, vocabulary=vocabulary
+            )
+        return self._prompt_thread
 
     def take(self, message: Generate | Cancel, prompt: list[int] | None = None) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once.
@@ -342,7 +360,7 @@ class GenerationWorker:
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
         arrival = time.perf_counter() if message.arrival is None else message.arrival
-        ticket = Ticket(message.id, sequence, arrival, is_conversation=_is_chat(message.prompt), top=message.top)
+        ticket = Ticket(message.id, sequence, arrival, is_conversation=is_chat(message.prompt), top=message.top)
         ticket.prompt_top = message.prompt_top
         ticket.adapter = adapter
         refused = self.scheduler.add(ticket)
@@ -374,12 +392,9 @@ class GenerationWorker:
 
     def _open_reasoning(self, request: Generate, prompt: list[int]) -> ReasoningStream | None:
         """Return the stream of the reasoning in an answer, or None if there is none."""
-        is_open = self._reader.begins_reasoning(prompt) if _is_chat(request.prompt) else None
-        return (
-            None
-            if is_open is None or self._reader.reasoning_form is None
-            else ReasoningStream(self._reader.reasoning_form, is_open=is_open)
-        )
+        form = self._reader.reasoning_form if is_chat(request.prompt) else None
+        is_open = None if form is None else self._reader.begins_reasoning(prompt)
+        return None if form is None or is_open is None else ReasoningStream(form, is_open=is_open)
 
     def _open_calls(self, request: Generate) -> CallStream | None:
         """Return the stream of the calls in an answer, or None if the request gives no tools."""
@@ -420,15 +435,11 @@ class GenerationWorker:
         """Put into the inbox what comes from others than clients.
 
         It is an error if the engine has processes of its own and one of them ends, so that this one ends, too. And it is each
-        prompt with pictures, when a thread has read it while the running answers went on."""
+        prompt with pictures, and each long one, when a thread has read it while the running answers went on."""
         engine = self.generator.text_engine
         if engine is not None:
             threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
-        if self._pictures.takes_some:
-            prompts = copy(self.generator.prompts)
-            prompts.tokenizer = deepcopy(prompts.tokenizer)  # see _stream_prompts
-            reader = PromptReader(prompts, allow_special=self.request.allow_special)
-            self._picture_thread = PictureThread(lambda request: self._read_prompt(request, reader), inbox.put)
+        self._put = inbox.put
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -511,7 +522,7 @@ class GenerationWorker:
         """Return the token ids of a prompt, by the reader of another thread if it is given."""
         reader = reader or self._reader
         prompt: Any = self._pictures.read_files(request.prompt)
-        if _is_token_ids(prompt):
+        if is_token_ids(prompt):
             return list(prompt)
         if not has_media(prompt):
             return reader.read(prompt, request.tools, request.template)
@@ -522,7 +533,7 @@ class GenerationWorker:
         """Return what limits the tokens of an answer, or None. Reasoning is free, and counts only towards its budget."""
         grammar = self._make_grammar(request)
         budget = request.reasoning_budget
-        form = self._reader.reasoning_form if _is_chat(request.prompt) else None
+        form = self._reader.reasoning_form if is_chat(request.prompt) else None
         if budget is not None and form is None:
             raise RequestError(
                 "thinking_token_budget limits the reasoning, and the chat template of the model shows none; leave it out"
@@ -586,11 +597,3 @@ class GenerationWorker:
 def _put_end(engine: TextEngine, inbox: queue.Queue[Any]) -> None:
     engine.wait()
     inbox.put(EngineEnded("a process of the engine has ended"))
-
-
-def _is_chat(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and not _is_token_ids(prompt)
-
-
-def _is_token_ids(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)

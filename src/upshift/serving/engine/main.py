@@ -1,7 +1,9 @@
 """Run the process of one engine: ``python -m upshift.serving.engine.main``.
 
 The first line of the input is an EngineRequest. After it, the process reads requests and writes answers, one JSON message
-per line, until its input ends. It imports no web server, and the web server imports no torch."""
+per line, until its input ends. It imports no web server, and the web server imports no torch.
+
+A spare process has an EngineRequest with modules in the first line. It imports them, and waits for the second EngineRequest."""
 
 from __future__ import annotations
 
@@ -14,11 +16,24 @@ import time
 from functools import partial
 from typing import Any, TextIO
 
+from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
-from upshift.serving.messages import MAX_LINE_BYTES, TO_ENGINE, EngineRequest, Failed, Generate, Heartbeat, Ready, Refused
+from upshift.serving.messages import (
+    MAX_LINE_BYTES,
+    TO_ENGINE,
+    EngineRequest,
+    Failed,
+    Generate,
+    Heartbeat,
+    Imported,
+    Ready,
+    Refused,
+    SpareReady,
+)
+from upshift.serving.spare.imports import import_modules, imported_modules
 from upshift.settings import quiet_libraries, wait_briefly
 from upshift.value import Value
 
@@ -36,14 +51,21 @@ def main() -> None:
     wait_briefly()
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
-    request = EngineRequest.from_json(sys.stdin.readline(), origin="the engine's request")
+    request = _read_start()
     if request.replicas > 1:
         take_share(request.replica, request.replicas, devices=read_arguments(request.engine_arguments).ranks)
+    if request.modules:
+        import_modules(request.modules)
+        output.write(write_line(SpareReady(resident_bytes=resident_bytes())))
+        output.flush()
+        request = _read_start()
+        start = time.perf_counter()
+    known_modules = set(sys.modules)
 
     server_texts = [request.model]  # that no client may see
 
     def send(messages: list[Value]) -> None:
-        _write_messages(output, [hide_server(message, server_texts) for message in messages], start)
+        _write_messages(output, [hide_server(message, server_texts) for message in messages], start, known_modules)
 
     try:
         with importing():
@@ -66,6 +88,14 @@ def main() -> None:
         os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
     except UpshiftError as error:
         send([Failed(why=str(error), exit_code=error.exit_code)])
+
+
+def _read_start() -> EngineRequest:
+    """Return the request to start with. End the process if the server does not need it any longer."""
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    return EngineRequest.from_json(line, origin="the engine's request")
 
 
 def _select_engine(source: Any, request: EngineRequest) -> Any:
@@ -115,8 +145,9 @@ def _read_requests(inbox: queue.Queue[Any]) -> None:
         inbox.put(None)
 
 
-def _write_messages(output: TextIO, messages: list[Value], start: float) -> None:
-    """Write messages to the server. Add the seconds of importing since ``start`` to the Ready message."""
+def _write_messages(output: TextIO, messages: list[Value], start: float, known_modules: set[str]) -> None:
+    """Write messages to the server. Add the seconds of importing since ``start``, and the number of modules beside
+    ``known_modules``, to the Ready message. After it, name all modules."""
     if not messages:
         return
     lines = []
@@ -124,8 +155,11 @@ def _write_messages(output: TextIO, messages: list[Value], start: float) -> None
         if isinstance(message, Ready):
             measured_seconds = sum(message.seconds.values())
             importing_seconds = time.perf_counter() - start - measured_seconds
-            message = message.changed(seconds={"importing": importing_seconds, **message.seconds})
-        lines.append(write_line(message))
+            seconds = {"importing": importing_seconds, **message.seconds}
+            message = message.changed(seconds=seconds, late_imports=len(set(sys.modules) - known_modules))
+            lines += [write_line(message), write_line(Imported(modules=imported_modules()))]
+        else:
+            lines.append(write_line(message))
     output.write("".join(lines))
     output.flush()
 

@@ -1,16 +1,12 @@
-"""Decide whether a server answers chats with pictures: its engine must compute them as transformers does. Read the pictures in a
-thread."""
+"""Decide whether a server answers chats with pictures: its engine must compute them as transformers does."""
 
 from __future__ import annotations
 
 import base64
 import io
-import queue
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -106,40 +102,6 @@ class PictureReader:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError(f"{cut_error(url)!r} has more than {MAX_FILE_BYTES:,} bytes; give a smaller picture")
         return {"type": IMAGE, "data": base64.b64encode(path.read_bytes()).decode()}
-
-
-class ReadPrompt(NamedTuple):
-    """A request whose pictures were read in ``seconds``: the token ids of its prompt, or the error of reading it."""
-
-    request: Generate | Tokenize
-    ids: list[int] | Exception
-    seconds: float
-
-
-class PictureThread:
-    """Reads the prompts with pictures in a thread, one after the other, while the engine computes the running answers."""
-
-    def __init__(self, read: Callable[[Generate | Tokenize], list[int]], put: Callable[[ReadPrompt], None]) -> None:
-        """``read`` returns the token ids of a prompt. ``put`` takes each read prompt."""
-        self._read = read
-        self._put = put
-        self._requests: queue.SimpleQueue[Generate | Tokenize] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="pictures", daemon=True).start()
-
-    def begin(self, request: Generate | Tokenize) -> None:
-        """Read the prompt of a request after those before it."""
-        self._requests.put(request)
-
-    def _run(self) -> None:
-        while True:
-            request = self._requests.get()
-            start = time.perf_counter()
-            ids: list[int] | Exception
-            try:
-                ids = self._read(request)
-            except Exception as error:  # from the request's own pictures
-                ids = error
-            self._put(ReadPrompt(request, ids, time.perf_counter() - start))
 
 
 def _made_message() -> dict[str, Any]:

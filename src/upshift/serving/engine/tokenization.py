@@ -4,9 +4,13 @@ messages, because a line has a maximum length."""
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
@@ -34,6 +38,7 @@ from upshift.value import Value
 
 TOKENS_PER_MESSAGE = 2048
 CHARACTERS_PER_MESSAGE = 2**15
+LONG_CHARACTERS = 2**15  # of a prompt: a tokenizer reads 1.3 MB of text in a second, which is 25 ms
 
 
 class PromptReader:
@@ -164,3 +169,82 @@ def _spans(length: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the starts and ends of parts of at most ``size``. There is at least one part."""
     for start in range(0, max(length, 1), size):
         yield start, start + size
+
+
+def is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and not is_token_ids(prompt)
+
+
+def is_token_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
+
+
+class ReadPrompt(NamedTuple):
+    """A request whose prompt was read in ``seconds``: the token ids, the error of reading them, or the answer to the request."""
+
+    request: Generate | Tokenize
+    read: list[Any] | Exception
+    seconds: float
+
+
+class PromptThread:
+    """Reads prompts in a thread, one after the other, while the engine computes the running answers."""
+
+    def __init__(self, read: Callable[[Generate | Tokenize], list[Any]], put: Callable[[ReadPrompt], None]) -> None:
+        """``read`` returns the token ids of a prompt, or the messages that answer a request. ``put`` takes each read prompt."""
+        self._read = read
+        self._put = put
+        self._requests: queue.SimpleQueue[Generate | Tokenize] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="prompts", daemon=True).start()
+
+    def begin(self, request: Generate | Tokenize) -> None:
+        """Read the prompt of a request after those before it."""
+        self._requests.put(request)
+
+    def _run(self) -> None:
+        while True:
+            request = self._requests.get()
+            start = time.perf_counter()
+            read: list[Any] | Exception
+            try:
+                read = self._read(request)
+            except Exception as error:  # from the request's own pictures or texts
+                read = error
+            self._put(ReadPrompt(request, read, time.perf_counter() - start))
+
+
+def start_prompt_thread(
+    prompts: Prompts,
+    read: Callable[[Generate | Tokenize, PromptReader], list[int]],
+    put: Callable[[ReadPrompt], None],
+    *,
+    allow_special: bool,
+    vocabulary: int | None,
+) -> PromptThread:
+    """Start a thread that reads prompts with a tokenizer of its own, because two threads may not use one.
+
+    ``read`` returns the token ids of a request's prompt by a reader. ``put`` takes each read prompt."""
+    prompts = copy(prompts)
+    prompts.tokenizer = deepcopy(prompts.tokenizer)
+    reader = PromptReader(prompts, allow_special=allow_special)
+
+    def answer(request: Generate | Tokenize) -> list[Any]:
+        if isinstance(request, Tokenize):
+            return token_replies(request, prompts.tokenizer, lambda chat: read(chat, reader), vocabulary)
+        return read(request, reader)
+
+    return PromptThread(answer, put)
+
+
+def takes_long(request: Generate | Tokenize) -> bool:
+    """Return whether the prompt of a request takes so long to read that it is read in a thread."""
+    if has_media(request.prompt):
+        return True
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return len(prompt) > LONG_CHARACTERS
+    characters = len(request.tools or "")
+    for message in prompt:
+        if isinstance(message, dict):
+            characters += sum(len(str(value)) for value in message.values())
+    return characters > LONG_CHARACTERS

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from upshift.errors import RequestError
-from upshift.serving.openai_requests import MAX_STOPS, MAX_TOOLS, ChatRequest, Stop
-from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, CheckedBody, ToolName
+from upshift.serving.openai_requests import MAX_STOPS, ChatRequest, Stop
+from upshift.serving.protocols.chat_messages import MAX_TOOLS, NOT_KEPT, Body, CheckedBody, ToolName
 from upshift.serving.protocols.responses_requests import read_chat
+from upshift.serving.refusals import ThreadsUnsupported
 
 TURN_BORDER = "\n\n"  # between the texts of messages that follow each other with the same role
 AUTOMATIC = "taken; the server itself decides what it keeps in its cache"
@@ -147,9 +148,16 @@ class MessagesPrompt(CheckedBody):
     output_config: OutputConfig = OutputConfig()
     cache_control: CacheControl | None = Field(None, description=AUTOMATIC)
     context_management: dict[str, Any] | None = Field(None, description="taken; no message is left out here")
+    thread: dict[str, Any] | None = Field(
+        None,
+        description="rejected in the words after which Anthropic's client sends whole conversations",
+        json_schema_extra={"type": "null"},
+    )
 
     def to_chat(self) -> ChatRequest:
         """Return the request as one of a chat. Raise RequestError if it cannot be one."""
+        if self.thread is not None:
+            raise ThreadsUnsupported("no thread is kept here; send the whole conversation, and leave thread out")
         return read_chat(self._chat_body())
 
     def _chat_body(self) -> dict[str, Any]:

@@ -19,19 +19,28 @@ NOT_KEPT = "taken, and not kept"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 DATA_URL = "^data:image/[A-Za-z0-9.+-]+;base64,"
 FILE_URL = "^file:/{3}"
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_TOOLS = 128
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
-NOT_ASSISTANT: dict[str, Any] = {"properties": {"role": {"not": {"const": "assistant"}}}}
 MESSAGE_SCHEMA: dict[str, Any] = {
     "allOf": [
         {
-            "if": NOT_ASSISTANT,
-            "then": {
-                "required": ["content"],
-                "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}},
+            "if": {"properties": {"role": {"not": {"enum": ["assistant", "function"]}}}},
+            "then": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        },
+        {
+            "if": {"properties": {"role": {"not": {"const": "assistant"}}}},
+            "then": {"properties": {"tool_calls": {"maxItems": 0}, "function_call": {"type": "null"}}},
+            "else": {
+                "if": {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
+                "then": {"properties": {"tool_calls": {"maxItems": 0}}},
             },
+        },
+        {
+            "if": {"properties": {"role": {"const": "function"}}},
+            "then": {"required": ["name"], "properties": {"name": {"type": "string"}}},
         },
         {
             "if": {"properties": {"role": {"const": "tool"}}},
@@ -166,6 +175,18 @@ class ForcedTool(Body):
     function: FunctionName
 
 
+class AllowedNames(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ForcedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """The choice of some of the tools. The answer may call these alone, or must call one of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class Message(Body):
     """A message of a chat. An answer of this server, or of OpenAI's, can be sent back as it came."""
 
@@ -173,7 +194,7 @@ class Message(Body):
 
     role: Role
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
-    name: str | None = Field(None, description="taken; chat templates have no place for it")
+    name: str | None = Field(None, description="of the function whose result this is; of others, chat templates have no place")
     refusal: str | None = Field(None, description="of an answer of OpenAI's, in place of its content")
     annotations: Annotated[list[Any], Field(max_length=0)] = []
     id: str | None = Field(None, description=NOT_KEPT)
@@ -186,16 +207,28 @@ class Message(Body):
     reasoning: str | None = Field(None, description="the same under another name")
     tool_calls: list[MessageCall] = []
     tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
+    function_call: CalledFunction | None = Field(None, description="the older form of tool_calls")
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "function"):
             raise PydanticCustomError("no_content", "the content is missing; only a message of the assistant may have none")
+        if self.role == "function" and self.name is None:
+            raise PydanticCustomError("no_name", "a message of the role function has the name of the function; give it")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise PydanticCustomError("no_call", "a message of the role tool, and no other, has a tool_call_id")
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("no_calls", "only a message of the assistant has tool_calls")
+        if self.function_call is not None and (self.tool_calls or self.role != "assistant"):
+            raise PydanticCustomError(
+                "no_function_call", "only a message of the assistant without tool_calls has a function_call; leave one out"
+            )
         return self
+
+    @property
+    def called_functions(self) -> list[CalledFunction]:
+        """Return the calls of a message, in the newer or in the older form."""
+        return [call.function for call in self.tool_calls] + ([] if self.function_call is None else [self.function_call])
 
     @property
     def has_pictures(self) -> bool:
@@ -210,18 +243,38 @@ class Message(Body):
             return "".join(part.text for part in content if not isinstance(part, PicturePart))
         return [part.to_template() if isinstance(part, PicturePart) else {"type": "text", "text": part.text} for part in content]
 
-    def to_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: without the role "developer"."""
-        role = "system" if self.role == "developer" else self.role
+    def to_template(self, function_id: str) -> dict[str, Any]:
+        """Return the message as chat templates expect it: without the roles "developer" and "function".
+
+        ``function_id`` stands for the id of a call of a function, and of its result, which have none."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": self._template_content()}
         reasoning = self.reasoning_content or self.reasoning
         if reasoning and role == "assistant":
             message["reasoning_content"] = reasoning
+        if self.function_call is not None:
+            message["tool_calls"] = [{"id": function_id, "type": "function", "function": self.function_call.model_dump()}]
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "function":
+            message |= {"tool_call_id": function_id, "name": self.name}
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def template_messages(messages: list[Message]) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat as chat templates expect them.
+
+    The result of a function belongs to the last call of that function before it."""
+    function_ids: dict[str | None, str] = {}
+    turns = []
+    for position, message in enumerate(messages):
+        new_id = f"function_{position}"
+        if message.function_call is not None:
+            function_ids[message.function_call.name] = new_id
+        turns.append(message.to_template(function_ids.get(message.name, new_id) if message.role == "function" else new_id))
+    return tuple(turns)
 
 
 def _is_json_object(text: str) -> bool:
@@ -236,10 +289,10 @@ def check_calls(messages: list[Message]) -> None:
     for position, message in enumerate(messages):
         if message.role != "user" and message.has_pictures:
             raise RequestError(f"messages.{position} has a picture; only a message of the user has pictures")
-        for call in message.tool_calls:
-            if not _is_json_object(call.function.arguments or "{}"):
+        for function in message.called_functions:
+            if not _is_json_object(function.arguments or "{}"):
                 raise RequestError(
-                    f"the arguments of the call of {call.function.name} in messages.{position} are no JSON object; send them as "
+                    f"the arguments of the call of {function.name} in messages.{position} are no JSON object; send them as "
                     "they came"
                 )
 

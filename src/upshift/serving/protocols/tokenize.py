@@ -10,8 +10,16 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from upshift.serving.messages import TemplateOptions, Tokenize
-from upshift.serving.openai_requests import MAX_TOOLS, TokenId
-from upshift.serving.protocols.chat_messages import CheckedBody, Message, Tool, check_calls, prompt_ending
+from upshift.serving.openai_requests import TokenId
+from upshift.serving.protocols.chat_messages import (
+    MAX_TOOLS,
+    CheckedBody,
+    Message,
+    Tool,
+    check_calls,
+    prompt_ending,
+    template_messages,
+)
 
 MODEL = "one of GET /v1/models; may be left out if there is one"
 
@@ -73,7 +81,7 @@ class TokenizeRequest(CheckedBody):
     def engine_request(self) -> Tokenize:
         """Return the engine's request. Raise RequestError for a call whose arguments are no JSON object."""
         check_calls(self.messages or [])
-        messages = tuple(message.to_template() for message in self.messages or [])
+        messages = template_messages(self.messages or [])
         return Tokenize(
             prompt=messages if self.prompt is None else self.prompt,
             add_special_tokens=self.add_special_tokens is not False,

@@ -1,0 +1,1 @@
+"""Keep spare processes for engines that die."""
