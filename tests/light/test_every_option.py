@@ -23,6 +23,7 @@ from upshift.cli.usage.messages import annotation_of
 from upshift.errors import RequestError, UpshiftError
 
 ROOT = Path(__file__).parents[2]
+MODEL, DATA, SPACE = (str(ROOT / "examples" / name) for name in ("decoder_8b.json", "texts.txt", "space.yaml"))
 ROOT_COMMAND: Any = typer.main.get_command(app)
 
 
@@ -50,8 +51,8 @@ class Worker:
 
 
 WORKERS = {
-    "train": Worker("upshift.training.run", "run_training", "MODEL", "--data", "DATA", beside=("Watcher",)),
-    "tune": Worker("upshift.tuning.tune", "tune", "MODEL", "--data", "DATA", "--space", __file__, beside=("Progress",)),
+    "train": Worker("upshift.training.run", "run_training", MODEL, "--data", DATA, beside=("Watcher",)),
+    "tune": Worker("upshift.tuning.tune", "tune", MODEL, "--data", DATA, "--space", SPACE, beside=("Progress",)),
     "bench compare": Worker("upshift.benchmarking.ab_test", "compare", "true", "false"),
     "compare-runs": Worker("upshift.training.compare_runs", "compare_runs", "one", "other"),
     "load-test": Worker("upshift.serving.load_test.run", "load_test", "http://127.0.0.1:1"),

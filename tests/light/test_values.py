@@ -160,6 +160,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {  # of fields that refuse most va
     "lora_target": st.lists(NAMES, min_size=1, max_size=MAX_ITEMS).map(tuple) | st.just((r".*\.(q|v)_proj",)),
     "chat_template": st.none() | st.just("{{ messages }}"),
     "eval_size": st.none() | SHARES.map(float),
+    "dpo_loss": st.sampled_from(["sigmoid", "ipo", "sft=0.5,sigmoid=2"]),
     "eval_steps": SHARES,
     "save_steps": SHARES,
 }

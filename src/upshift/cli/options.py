@@ -480,6 +480,7 @@ class LayoutFlag(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
+Command = Callable[..., None]
 LAYOUT_FLAGS = {  # how ranks share a job
     "nproc": LayoutFlag("num_processes", int, "Processes on each host. They share its cores or its GPUs."),
     "tensor_parallel": LayoutFlag("tensor_parallel", int, "Ranks that share the matrices of every layer."),
@@ -514,13 +515,11 @@ def with_adapter_options(command: Callable[..., None]) -> Callable[..., None]:
     return command_with_options
 
 
-def with_options_as(
-    argument: str, parameters: Sequence[inspect.Parameter]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options_as(argument: str, parameters: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
     """Return a decorator of commands. It adds these options, and passes their values by name in one argument."""
     names = [parameter.name for parameter in parameters]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Command) -> Command:
         @wraps(command)
         def command_with_options(**arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in names}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from upshift.errors import RequestError
 from upshift.models.profile import Images
 from upshift.models.profile_cache import encoder_has_prompt, images_of, positions_of
@@ -22,7 +20,7 @@ def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
     """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
-    images = _ImageRows(source).measure() if source.images_per_row else None
+    images = images_of(source) if source.images_per_row else None
     if images is not None:
         _check_places_of_images(images, length, positions)
     if length is None:
@@ -34,16 +32,6 @@ def sequence_length_of(source: ModelSource, length: int | None) -> int:
             f"--sequence-length {length} is longer than the model's {positions} positions; use at most {positions}"
         )
     return length
-
-
-class _ImageRows(NamedTuple):
-    """The rows with images of a source."""
-
-    source: ModelSource
-
-    def measure(self) -> Images:
-        """Return the size of an image and its places, from the cache or from a run of the tower now."""
-        return images_of(self.source)
 
 
 def _check_places_of_images(images: Images, length: int | None, positions: int | None) -> None:

@@ -144,7 +144,7 @@ def _compare_requests(run: Run, other_run: Run) -> Iterator[Finding]:
             name,
             what=f"{value} and {other_value}: the runs had different settings",
             evidence="upshift_run.json of both",
-            fix=f"train one of them again with the {name} of the other",
+            fix=f"train one of them again: upshift train ... with the {name} of the other",
         )
     plan_changes = [
         f"{name[5:]} {run.request.get(name)} and {other_run.request.get(name)}" for name in names if name.startswith("plan.")
