@@ -409,7 +409,9 @@ def find_model_to_train(
     if not options.load_in_4bit:
         return source
     if source.adapter is None:
-        raise RequestError("--load-in-4bit: weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
+        raise RequestError(
+            "--load-in-4bit: weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16"
+        )
     _check_not_quantized(source)
     # float16 weights are read as float32, which represents the same numbers.
     return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
