@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from made_sizes import Size, decoder
@@ -15,6 +15,7 @@ from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Rejected, TooBig, cost_plan
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
+from upshift.planning.trials.calibration import Calibration, sample_of
 from upshift.planning.workload import Workload
 
 LLAMA = Size(4096, 14336, 32, 32, 8)
@@ -58,6 +59,25 @@ def plan_of(on: str) -> Planning:
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     assert isinstance(default, Candidate)
     return Planning(host, profile, workload, ranking, default)
+
+
+def test_speeds_are_corrected_by_what_ran_here() -> None:
+    """A host that is half as fast as the formula is so for the rejected plans, too."""
+    planning = plan_of("8xa100-80gb")
+    candidates = planning.ranking.candidates
+    samples = [
+        sample_of(entry.plan, planning.workload, "run", {"step": (entry.time.total, 2 * entry.time.total)})
+        for entry in candidates[:20]
+    ]
+    slower = Calibration(tuple(samples))
+    corrected = replace(planning, ranking=slower.rerank(planning.ranking, planning.host, planning.workload), calibration=slower)
+    assert corrected.ranking.candidates[0].tokens_per_second < 0.7 * candidates[0].tokens_per_second
+    before = {kind_of_reason(lesson.reason): lesson.speed for lesson in planning.lessons}
+    for lesson in corrected.lessons:
+        speed = before[kind_of_reason(lesson.reason)]
+        assert (lesson.speed is None) == (speed is None)
+        if speed is not None:
+            assert lesson.speed == pytest.approx(speed, rel=0.05)
 
 
 @pytest.mark.parametrize("on", ["8xa100-80gb", "2x8xh100@ib-ndr"])

@@ -93,21 +93,25 @@ def predict(model: str, path: Path, output: Path, labels: str | None, template: 
     """Write the results of the model's task for the items of a folder, of JSON lines, or of a file of texts. Refuse bad items
     before the model is loaded."""
     from upshift.inference.encoding.files import check_texts
-    from upshift.inference.media.files import read_media
-    from upshift.inference.media.results import SUFFIX, check_files_folder
+    from upshift.inference.media.files import read_labels, read_media
+    from upshift.inference.media.results import SUFFIX, check_files_folder, check_no_item_within
     from upshift.inference.resumable_output import check_output
+    from upshift.inference.weights import find_weights
 
     _refuse_race_options(options)
+    given = read_labels(labels, template)
+    find_weights(model)
     if not path.is_dir():
         check_texts(path, "--input")
     check_output(output, (SUFFIX,), path, overwrite=options.overwrite)
-    check_files_folder(output, overwrite=options.overwrite)
+    check_files_folder(output, path, overwrite=options.overwrite)
     items = read_media(path)
+    check_no_item_within(output, items)
     with importing():
-        from upshift.inference.media.predict import Predictor, read_labels
+        from upshift.inference.media.predict import Predictor
 
     with tables.step("Reading the model"):
-        predictor = Predictor(model, read_labels(labels, template))
+        predictor = Predictor(model, given)
         predictor.check(items)
     start = time.perf_counter()
     num_new = _predict(predictor, path, items, output)
@@ -126,14 +130,17 @@ def predict(model: str, path: Path, output: Path, labels: str | None, template: 
 def _refuse_race_options(options: MediaOptions) -> None:
     """Raise RequestError for an option of races, engines and workers that is set, because transformers alone computes."""
     given = {
+        "--quality": None if options.quality == "exact" else options.quality,
         "--engine": None if options.engine == "torch" else options.engine,
         "--race-seconds": None if options.race_seconds == "run" else options.race_seconds,
         "--replicas": options.workers.replicas,
-        "--on-ray": options.workers.on_ray or None,
+        "--ray": options.workers.on_ray or None,
     }
     for option, value in given.items():
         if value is not None:
-            raise RequestError(f"{option} {value} is for rows of numbers; transformers' pipeline alone computes these results")
+            raise RequestError(
+                f"{option} {value} is for rows of numbers; transformers' pipeline alone computes these results: leave it out"
+            )
 
 
 def _predict(predictor: Any, path: Path, items: list[Any], output: Path) -> int:

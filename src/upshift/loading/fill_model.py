@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -294,7 +295,7 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
 
 
 def _without_new_head(missing: dict[str, int], model: PreTrainedModel, source: ModelSource) -> dict[str, int]:
-    """Return the missing weights without those of a new reward head: the ones that the class of the files has not, either."""
+    """Return the missing weights without those of a new head, which the class of the files does not have."""
     if source.new_head_on is None:
         return missing
     files_class: Any = getattr(transformers, source.new_head_on)
@@ -416,10 +417,12 @@ def _on_zeros(model: PreTrainedModel) -> PreTrainedModel:
 def _parameters_on_meta() -> Iterator[None]:
     """Put each parameter that a module registers on the meta device, while the context is open. Buffers get their values."""
     register = nn.Module.register_parameter
+    this_thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
-        on_meta = None if weight is None else nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-        register(module, name, on_meta)
+        if weight is not None and threading.get_ident() == this_thread:  # another thread may build a model that it keeps
+            weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+        register(module, name, weight)
 
     with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
         yield

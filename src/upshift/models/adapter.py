@@ -18,6 +18,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
 from upshift.models.source import ALL_LINEAR, TASK_OF_HEAD, AdapterOptions, ModelSource
+from upshift.models.tracing.images import choose_image_class
 from upshift.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,12 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
     return peft_model
 
 
+def _class_to_train(source: ModelSource) -> type[PreTrainedModel]:
+    if source.images_per_row:
+        return choose_image_class(source.hf_config, source.reference)
+    return choose_class(source.hf_config, source.reference)[0]
+
+
 def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
     """Raise RequestError if the model lacks a module that the options name, or if peft has no adapter for one.
 
@@ -95,7 +102,7 @@ def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
     if "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=True)
     config = source.hf_config
-    model_class, _ = choose_class(config, source.reference)
+    model_class = _class_to_train(source)
     with explain_build_errors(repr(source.reference)), torch.device("meta"):
         model = build_model(config, model_class, dtype=torch.float32)
         check_names_in(model, source, options)

@@ -24,7 +24,7 @@ from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "24"  # raise when the meaning of a stored profile changes
+FORMAT = "25"  # raise when the meaning of a stored profile changes
 ISOLATION_FORMAT = "6"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 
 logger = logging.getLogger(__name__)

@@ -105,7 +105,8 @@ class Planning:
             speed = known.get(entry.plan)
             if speed is None:
                 candidate = coster.cost(entry.plan)
-                speed = None if isinstance(candidate, Rejected) else candidate.tokens_per_second
+                if not isinstance(candidate, Rejected):
+                    speed = self.calibration.of(candidate, self.workload).tokens_per_second
             return None if speed is None else speed / best.tokens_per_second
 
         return lessons_of(self.ranking.rejected, best.plan, speed_of)

@@ -190,7 +190,8 @@ class LengthHistogram(Value):
 
         def count() -> int:
             batches = self._sample(global_batch)
-            return len({size for batch in batches for size in self._padded_micro_batches(batch, micro_batch, pad_multiple)})
+            sizes = (size for batch in batches for size in self._padded_micro_batches(batch, micro_batch, pad_multiple))
+            return len({width for width, _ in sizes})
 
         return self._get_or_compute(("widths", micro_batch, pad_multiple, global_batch), count)
 

@@ -216,6 +216,57 @@ def test_a_stopped_run_goes_on_with_its_files(tmp_path: Path, upshift: Command, 
     assert (tmp_path / "part_files" / "mine.txt").read_text() == "mine"
 
 
+def test_an_older_output_keeps_its_files_until_the_new_one_is_there(
+    tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(CASES["semantic"], tmp_path / "model")
+    write_files(tmp_path / "items", "image")
+    command = ("encode", model, "--input", tmp_path / "items", "--output", tmp_path / "out.jsonl")
+    assert upshift(*command).code == 0
+    before = {file: file.read_bytes() for file in (tmp_path / "out.jsonl", *(tmp_path / "out_files").iterdir())}
+    assert len(before) > 2
+
+    def stop(item: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, "read_image", stop)
+        assert upshift(*command, "--overwrite").code != 0
+    assert {file: file.read_bytes() for file in before} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "items", "out.jsonl", "out_files"}
+    stale = tmp_path / "out_files" / "000001-7-mask.png"  # of a line that the new output does not have
+    stale.write_bytes(b"mask")
+    (tmp_path / "out.jsonl").write_text('{"item": "a", "result": [{"mask": "out_files/000001-7-mask.png"}]}\n')
+    (tmp_path / "out_files" / "000001-mine.png").write_bytes(b"mine")
+    assert upshift(*command, "--overwrite").code == 0
+    assert not stale.exists() and (tmp_path / "out_files" / "000001-mine.png").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["the folder", "a folder in it", "around it", "a line"])
+def test_images_of_results_never_go_to_the_input(kind: str, tmp_path: Path, upshift: Command) -> None:
+    """With --overwrite, numbered images of the input had been deleted before they were read."""
+    places = {"the folder": ("out_files", "out"), "a folder in it": ("items", "items/out"), "around it": ("out_files/a", "out")}
+    items, output = (tmp_path / place for place in places.get(kind, ("out_files", "out")))
+    items.mkdir(parents=True)
+    files = [file.rename(file.with_name(f"000001-{file.name}")) for file in write_files(items, "image")]
+    contents = [file.read_bytes() for file in files]
+    given = items
+    if kind == "a line":
+        given = tmp_path / "items.jsonl"
+        given.write_text("".join(json.dumps({"image": str(file)}) + "\n" for file in files))
+    model = save(CASES["semantic"], tmp_path / "model")
+    answer = upshift("encode", model, "--input", given, "--output", f"{output}.jsonl", "--overwrite")
+    assert answer.code == 2 and "give an output elsewhere" in " ".join(answer.err.split()), answer.err
+    assert [file.read_bytes() for file in files] == contents
+
+
+def test_an_empty_text_is_named(tmp_path: Path, upshift: Command) -> None:
+    model = save_nli(tmp_path / "model", "contradiction", "neutral", "entailment")
+    (tmp_path / "texts.txt").write_text("anna\n\nbob\n")
+    answer = upshift("encode", model, "--input", tmp_path / "texts.txt", "--output", tmp_path / "out.jsonl", "--labels", "a,b")
+    assert answer.code == 2 and "texts.txt line 2 is an empty text" in " ".join(answer.err.split()), answer.err
+
+
 REFUSED: list[tuple[str, list[str], str]] = [
     ("clip", [], "is a CLIPModel, which finds the best of labels that you name (zero-shot-image-classification); add them: --l"),
     ("classes", ["--labels", "a,b"], "is a ViTForImageClassification (image-classification), which has labels of its own; leave"),
@@ -223,7 +274,11 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("clip", ["--labels", "a,b,a"], "--labels 'a,b,a' has 'a' twice"),
     ("clip", ["--labels", "a,b", "--label-template", "a photo"], "--label-template 'a photo' must have one {}"),
     ("clip", ["--labels", "a,b", "--label-template", "{} {}"], "must have one {} in the place of the label"),
+    ("clip", ["--labels", "a,b", "--label-template", "{{}}"], "must have one {} in the place of the label"),
+    ("clip", ["--labels", "a,b", "--label-template", "{ {}"], "must have one {} in the place of the label"),
+    ("clip", ["--labels", "a,b", "--label-template", "{:d}"], "must have one {} in the place of the label"),
     ("clip", ["--label-template", "{}"], "--label-template '{}' is for --labels; add them"),
+    ("clip", ["--labels", "a,b", "--quality", "0.99"], "--quality 0.99 is for rows of numbers"),
     ("clip", ["--labels", "a,b", "--engine", "openvino"], "--engine openvino is for rows of numbers"),
     ("clip", ["--labels", "a,b", "--race-seconds", "3"], "--race-seconds 3.0 is for rows of numbers"),
     ("clip", ["--labels", "a,b", "--query", "a"], "--query a is for vectors and scores of texts"),

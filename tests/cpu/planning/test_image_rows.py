@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.errors import RequestError
 from upshift.hardware import detect
+from upshift.models.adapter import check_module_names
 from upshift.models.build import build_model, find_architecture
 from upshift.models.describe import count_parameters
 from upshift.models.ops.activation_checkpointing import recompute_layers
@@ -155,6 +156,18 @@ def test_a_frozen_tower_is_priced_as_frozen(tmp_path: Path) -> None:
     parts = [count_parameters(tracer.full_model(torch.float32), (), always_fp32=0) for tracer in tracers]
     frozen_weights = sum(weight.numel() for path in tower for weight in model.get_submodule(path).parameters())
     assert parts[0].trainable - parts[1].trainable == frozen_weights
+
+
+def test_modules_of_lora_are_checked_in_the_class_with_images(tmp_path: Path) -> None:
+    """The class of texts alone had been built, which LLaVA does not have."""
+    check_module_names(*_named_modules(tmp_path, ("q_proj",)))
+    with pytest.raises(RequestError, match="no_such_proj"):
+        check_module_names(*_named_modules(tmp_path, ("no_such_proj",)))
+
+
+def _named_modules(folder: Path, names: tuple[str, ...]) -> tuple[ModelSource, AdapterOptions]:
+    options = AdapterOptions(lora_rank=4, lora_target=names)
+    return source_of("Llava", folder, options), options
 
 
 def test_lora_is_in_the_language_model_alone(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Read which images, sounds and texts to encode.
 
 The input is a folder of images and sounds, with folders in it, or JSON lines that name them: {"image": PATH}, {"audio": PATH} or
-{"text": "..."}."""
+{"text": "..."}. Read the labels that the user names for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from string import Formatter
+from typing import NamedTuple
 
 from upshift.errors import RequestError
 from upshift.inference.resumable_output import first_record, is_text, parse_object, read_lines
@@ -69,3 +71,39 @@ def _read_folder(folder: Path, option: str) -> list[MediaItem]:
     if not items:
         raise RequestError(f"{option} {folder} has no files; give a folder of images or sounds")
     return items
+
+
+class GivenLabels(NamedTuple):
+    """Labels that the user names, and the sentence with {} in the place of a label. None: the sentence of the pipeline."""
+
+    names: tuple[str, ...]
+    template: str | None
+
+
+def read_labels(labels: str | None, template: str | None) -> GivenLabels | None:
+    """Return the labels of an option with commas between them. Raise RequestError for an empty label or one given twice, and for
+    a sentence without a place for a label."""
+    if labels is None:
+        if template is not None:
+            raise RequestError(f"--label-template {template!r} is for --labels; add them, such as --labels cat,dog")
+        return None
+    names = tuple(name.strip() for name in labels.split(","))
+    if not all(names):
+        raise RequestError(f"--labels {labels!r} has an empty label; give names with commas between them, such as cat,dog")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RequestError(f"--labels {labels!r} has {twice!r} twice; leave one out")
+    if template is not None and not _takes_one_label(template):
+        raise RequestError(
+            f"--label-template {template!r} must have one {{}} in the place of the label: 'This is a photo of {{}}.'"
+        )
+    return GivenLabels(names, template)
+
+
+def _takes_one_label(template: str) -> bool:
+    """Return whether ``format`` puts one label into a template, as transformers' pipelines do."""
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        return fields == [""] and template.format("a label") != template.format("another label")
+    except (ValueError, LookupError):  # a single brace, or a format that texts do not have
+        return False

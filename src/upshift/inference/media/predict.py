@@ -6,13 +6,13 @@ such results. A classifier of texts that knows entailment gives the scores of la
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from upshift.errors import RequestError
 from upshift.importing import quiet_logger
 from upshift.inference.computing_device import computing_host
+from upshift.inference.media.files import GivenLabels
 from upshift.inference.media.model import MediaInputs, load_model
 from upshift.inference.tokenizer import tokenizer_files
 from upshift.inference.weights import find_weights, stored_for
@@ -32,33 +32,6 @@ POST_PROCESSING: Mapping[str, tuple[str, ...]] = {  # methods of an image proces
     "depth-estimation": ("post_process_depth_estimation",),
     "object-detection": ("post_process_object_detection",),
 }
-
-
-class GivenLabels(NamedTuple):
-    """Labels that the user names, and the sentence with {} in the place of a label. None: the sentence of the pipeline."""
-
-    names: tuple[str, ...]
-    template: str | None
-
-
-def read_labels(labels: str | None, template: str | None) -> GivenLabels | None:
-    """Return the labels of an option with commas between them. Raise RequestError for an empty label or one given twice, and for
-    a sentence without a place for a label."""
-    if labels is None:
-        if template is not None:
-            raise RequestError(f"--label-template {template!r} is for --labels; add them, such as --labels cat,dog")
-        return None
-    names = tuple(name.strip() for name in labels.split(","))
-    if not all(names):
-        raise RequestError(f"--labels {labels!r} has an empty label; give names with commas between them, such as cat,dog")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(f"--labels {labels!r} has {twice!r} twice; leave one out")
-    if template is not None and len(re.findall(r"{[^{}]*}", template)) != 1 or template is not None and "{}" not in template:
-        raise RequestError(
-            f"--label-template {template!r} must have one {{}} in the place of the label: 'This is a photo of {{}}.'"
-        )
-    return GivenLabels(names, template)
 
 
 class Predictor:
@@ -112,6 +85,9 @@ class Predictor:
         other = next((item for item in items if item.modality != self.modality), None)
         if other is not None:
             raise RequestError(f"{other.origin} is of kind {other.modality}, and {self.task} takes items of kind {self.modality}")
+        empty = next((item for item in items if not item.content), None)
+        if empty is not None:
+            raise RequestError(f"{empty.origin} is an empty text, and {self.task} needs one with words; leave it out")
         check_media(items)
         if self.modality == "audio":
             rate, longest_seconds = self._inputs.sound_limits()

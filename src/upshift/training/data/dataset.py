@@ -325,7 +325,7 @@ def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> 
     """Tell the user what the rows are, what is learned of them, and that a head is new."""
     for part in corpus.parts or (corpus,):
         say_once(_describe_chats(part, options))
-    if source.new_head_on is not None:
+    if source.new_head_on is not None and source.adapter_directory is None:
         say_once(f"{source.reference} is a {source.new_head_on}; it gets a new reward head, whose weights are random")
 
 

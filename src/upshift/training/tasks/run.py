@@ -284,6 +284,8 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
     if checkpoint is None or not (output / RUN_FILE).is_file():
         raise RequestError(f"{output} has no checkpoint to resume from; start anew with --overwrite")
     earlier = json.loads((output / RUN_FILE).read_text(encoding="utf-8"))
+    missing = identity["arguments"].keys() - earlier.get("arguments", {}).keys()  # the program of the run had no such options
+    earlier["arguments"] = earlier.get("arguments", {}) | {name: Arguments.model_fields[name].default for name in missing}
     for name, value in identity.items():
         if earlier.get(name) != value:
             raise another_run(output, *_named_difference(name, earlier.get(name), value))
