@@ -21,6 +21,7 @@ import upshift
 from upshift.errors import Interrupted, RequestError
 from upshift.training.loop.events import StepDone
 from upshift.training.run import Watcher
+from upshift.training.tasks.run import RUN_FILE
 
 pytestmark = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
 STEPS = 5
@@ -160,6 +161,10 @@ def test_an_interrupted_run_resumes(llava: Path, tmp_path: Path) -> None:
         upshift.train(str(llava), data, **options)
     with pytest.raises(RequestError, match="global_batch=.* differs from the run"):
         upshift.train(str(llava), data, resume=True, **options | {"global_batch": 2})
+    run_file = tmp_path / "parts" / RUN_FILE
+    run = json.loads(run_file.read_text())
+    del run["arguments"]["seed"]  # an option that the program of the earlier run did not have
+    run_file.write_text(json.dumps(run))
     record = upshift.train(str(llava), data, resume=True, **options)
     assert record is not None
     assert [loss for _, loss in record.details["loss_curve"]] == pytest.approx(whole[3:], rel=1e-5)
