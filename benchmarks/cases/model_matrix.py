@@ -249,6 +249,13 @@ def _trained_on(task: ModelTask) -> str:
     return f"the model's own, on {task.trained_on}" if task.trained_on else "none"
 
 
+def _results_of(task: ModelTask) -> str:
+    """Return whether ``upshift encode`` gives the results of the task as transformers' pipeline does."""
+    if task.name == "text-classification":
+        return "for labels that you give, by NLI models"
+    return {"": "no", "own labels": "yes", "given labels": "for labels that you give"}[task.predicts]
+
+
 def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     """Return the page of what runs what: the table of tasks, and how many model types of each task a command runs."""
     tried = {key: row for key, row in rows.items() if "cells" in row}
@@ -258,13 +265,13 @@ def what_runs(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "Upshift asks transformers which task a model is for. `architectures` in config.json names the model's class, and",
         "transformers' tables of Auto classes say the task of the class. Every command asks the same table.", "",
         "The last column says whether [`upshift encode`](encoding.md#masks-depth-boxes-and-labels) gives the results of the task",
-        "with `--output results.jsonl`, by the model's own labels or by labels that you give.", "",
+        "with `--output results.jsonl`.", "",
         "| task | Auto class | preprocessor | output | loss that `upshift train` uses | results of the task |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     lines += [
         f"| {task.name} | {task.auto_class} | {task.preprocessor} | {task.output} | {task.objective or _trained_on(task)} | "
-        f"{task.predicts or 'none'} |"
+        f"{_results_of(task)} |"
         for task in TASKS
     ]
     lines += [

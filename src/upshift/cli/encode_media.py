@@ -39,7 +39,7 @@ def refuse_options(query: str | None, task: str | None, max_latency_ms: float | 
     ):  # fmt: skip
         if value is not None:
             raise RequestError(
-                f"{option} {value} is for vectors and scores of texts, and not for images, sounds or --labels; leave it out"
+                f"{option} {value} is for vectors and scores of texts, without images, sounds and --labels; leave it out"
             )
 
 

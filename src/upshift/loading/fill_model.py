@@ -8,7 +8,7 @@ or quantized, are made one group at a time.
 transformers draws missing weights at random and reports them in its log. Upshift does not compute with such weights: every
 command first compares the model with the files' headers, before it reads a weight.
 
-A pooler is not needed for the states of tokens, nor the mask vector of a speech model for its scores, so files may lack them.
+Files may lack a weight that the result does not need: a pooler for the states of tokens, or the mask vector of a speech model.
 To find the weights that are needed, the model runs once without values. If its code looks at values, as Longformer's does, it
 runs on zeros, and each weight is a single zero that is repeated, so that the run needs no memory for weights.
 """
@@ -265,8 +265,8 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
     """Raise RequestError if the files lack a weight that the answer depends on, or mostly belong to another model.
 
     ``run``: computes the answer from the model. None means that the answer depends on every weight. ``all_used``: False for a
-    part of the model that the config names, because then the other tensors are for the other parts. So are they for a model
-    with a new reward head."""
+    part of the model that the config names, because then the other tensors are for the other parts. The same holds for a model
+    with a new head."""
     coverage = measure_coverage(filling)
     name = type(filling.model).__name__
     missing = _without_new_head(coverage.missing, filling.model, source)

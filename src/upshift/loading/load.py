@@ -101,7 +101,7 @@ def load_source(
 
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
     answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights. ``all_used``: False if the
-    files may hold more than the model, such as a head."""
+    files may hold more than the model, such as a head, and quantized files less."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:

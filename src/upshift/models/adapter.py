@@ -128,7 +128,8 @@ def train_head_whole(adapter: dict[str, Any], model: PreTrainedModel, new_weight
 def _modules_of(model: PreTrainedModel, weights: Collection[str]) -> list[str]:
     """Return the paths of the largest modules whose parameters are all among the named weights.
 
-    Raise RequestError for a weight in no such module, and if peft, which looks at the end of a path, would train others, too."""
+    Raise RequestError if a named weight is in no such module. Raise it also if peft would train other modules, too, because it
+    compares the ends of paths."""
     paths: list[str] = []
     others: list[str] = []
     for path, module in model.named_modules():

@@ -296,9 +296,9 @@ class LayerStack:
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the outermost ModuleLists of layers with parameters, in the order of the model's modules.
 
-    A list that runs beside some layers of a longer one, as the mergers of Qwen3-VL's tower do, is none. A list of one module is
-    a stack only if transformers declares the module a layer, or if the list has ``is_stack`` set, because it is a part of a
-    stack."""
+    A list whose modules run after some layers of a longer list, as the mergers of Qwen3-VL's tower do, is no stack. A list of one
+    module is a stack only if transformers declares the module a layer, or if the list has ``is_stack`` set, because it is a part
+    of a stack."""
     stacks: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         is_nested = any(path.startswith(outer + ".") for outer, _ in stacks)

@@ -395,7 +395,7 @@ def find_source(
 ) -> ModelSource:
     """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
-    ``images``: None means 1 for a model that upshift train trains on chats with images alone, and else 0. Raise RequestError if
+    ``images``: None means 1 for a model that is no language model by itself, such as LLaVA, and else 0. Raise RequestError if
     the model lacks a module that the options name.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)

@@ -234,8 +234,8 @@ def test_other_models_are_refused_with_images(config: Any, words: str, tmp_path:
     ("options", "words"),
     [
         (("--program", "megatron"), "--program megatron is not planned for rows with images; use one of transformers"),
-        (("--quick",), "--quick is not for rows with images"),
-        (("--images", "2", "--objective", "dpo"), "--objective is not for rows with images"),
+        (("--quick",), "--quick does not work with --images 1"),
+        (("--images", "2", "--objective", "dpo"), "--objective does not work with --images 2"),
         (("--images", "2", "--sequence-length", "32"), "2 images of 32 x 32 pixels take 32 tokens of a row"),
     ],
 )

@@ -209,7 +209,9 @@ def _has_images(number: int, others: Mapping[str, object]) -> bool:
     """Return whether rows have images. Raise RequestError for the first of the ``others`` that has a value then."""
     name = next((name for name, value in others.items() if value is not None), None)
     if number and name is not None:
-        raise RequestError(f"{name} is not for rows with images, whose size --images and --sequence-length say; leave {name} out")
+        raise RequestError(
+            f"{name} does not work with --images {number}; leave {name} out, or plan rows of text alone with --images 0"
+        )
     return number > 0
 
 

@@ -45,7 +45,7 @@ def images_of_source(source: ModelSource) -> Images:
     if work[2] - work[1] != work[1] - work[0]:
         raise RequestError(
             f"{source.reference!r} ({model_class.__name__}) is not planned with images: its tower joins all images of a batch in "
-            "one sequence, so its work grows with the square of the batch, which plans do not know; use another model"
+            "one sequence, so its work grows with the square of the batch, which Upshift cannot predict; use another model"
         )
     return images
 

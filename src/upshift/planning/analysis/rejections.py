@@ -37,7 +37,7 @@ def lessons_of(
 ) -> list[Lesson]:
     """Return one rejected plan for each kind of reason, the fastest first.
 
-    It is the plan that would have been the fastest. Where no time is known, it is the one with the most choices of the best plan.
+    That is the plan with the highest predicted speed. If no speed is known, it is the plan that is most like the best plan.
 
     Args:
         rejected: the plans, and why they were left out.

@@ -69,7 +69,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
 
 
 def _size_bytes(plan: Plan, num_widths: int) -> float:
-    """Return the bytes that oneDNN keeps for all widths but the first, whose bytes are in the figures of one width."""
+    """Return the bytes that oneDNN keeps for further widths. Those of the first width are in the other figures."""
     if plan.traced_precision == "fp32":
         return 0.0
     num_sizes = WIDTH_PRODUCTS * (num_widths - 1)
