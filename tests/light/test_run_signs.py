@@ -39,7 +39,14 @@ def test_what_a_new_size_adds_is_none() -> None:
 
 
 def test_a_leak_beside_new_sizes_is_found() -> None:
-    assert growth_with_new_sizes(2 * MIB) == pytest.approx(2 * MIB * 2 / 3, rel=0.1)  # seen in two of three steps
+    assert growth_with_new_sizes(2 * MIB) == pytest.approx(5 / 3 * MIB, rel=0.1)  # 2, 2, and what is above 16 of 17
+
+
+def test_a_large_leak_is_found_though_each_step_has_a_new_size() -> None:
+    signs = Signs(data_fix="")
+    for number in range(SETTLING + LEAK_STEPS + 1):
+        signs.add(Step(seconds=0.1, data_seconds=0.0, compiled=0, held=HELD + number * 20 * MIB, has_new_size=True))
+    assert signs.growth() == pytest.approx(4 * MIB)
 
 
 def growth_with_new_sizes(leak: int) -> float | None:

@@ -25,6 +25,8 @@ QUARTERS = 4
 # Less growth in LEAK_STEPS steps is no leak.
 LEAK_BYTES = 16 * MIB
 LEAK_SHARE = 0.005  # of the memory that the process holds
+# Code that libraries keep for a new size: oneDNN's 0.56 MiB for each of the products of a layer, of attention and of the loss.
+NEW_SIZE_BYTES = 16 * MIB
 
 RECOMPILE_FIX = (
     "pad to few widths: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=64), drop_last=True; or upshift train ... --set "
@@ -45,7 +47,7 @@ class Step(NamedTuple):
     data_seconds: float  # the part of them spent waiting for the batch
     compiled: int  # frames that torch.compile has compiled since the process started
     held: int  # bytes of the process, or bytes allocated on its device
-    has_new_size: bool = False  # a micro-batch had a size that came in no earlier step
+    has_new_size: bool = False  # a micro-batch had a size that came in no earlier step; never on a device, which keeps no code
 
 
 class Signs:
@@ -126,11 +128,12 @@ class Signs:
 
 
 def _without_new_sizes(steps: list[Step]) -> list[int]:
-    """Return the bytes held after each step, less the growth in steps with a new size."""
+    """Return the bytes held after each step, less what libraries may keep for new sizes."""
     held_bytes = [steps[0].held]
     for earlier, later in zip(steps, steps[1:], strict=False):
         growth = later.held - earlier.held
-        held_bytes.append(held_bytes[-1] + (min(growth, 0) if later.has_new_size else growth))
+        kept = min(max(growth, 0), NEW_SIZE_BYTES) if later.has_new_size else 0
+        held_bytes.append(held_bytes[-1] + growth - kept)
     return held_bytes
 
 

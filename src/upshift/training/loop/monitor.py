@@ -114,7 +114,8 @@ class RunMonitor:
         time_now = time.perf_counter()
         if self._step_start is not None:
             compiled = count_compiled_frames()
-            step = Step(time_now - self._step_start, self._waited_seconds, compiled, self.held_bytes(), self._has_new_size)
+            has_new_size = self._has_new_size and not self._on_device
+            step = Step(time_now - self._step_start, self._waited_seconds, compiled, self.held_bytes(), has_new_size)
             for finding in self._signs.add(step):
                 reason = recompile_reason() if finding.subject == "recompiles" else None
                 if reason is not None:
