@@ -260,9 +260,10 @@ For one model, we ran 20 plans drawn at random, and compared the best of them wi
 plan was slower by [0.00](../benchmarks/results/regret.jsonl "regret/regret") of the best plan's time
 ([what is counted](../benchmarks/README.md#regret-what-is-counted)).
 
-A run then does what its trial said. Of twelve runs with six models, the speed differed from the trial's by
+A run is about as fast as its trial said. We compared twelve runs of six models with their trials. The speed differed by
 [0.05](../benchmarks/results/trial_against_run.jsonl "trial_against_run/speed") in the median and by
-[0.09](../benchmarks/results/trial_against_run.jsonl "trial_against_run/speed_worst") at worst, as a share of it. The memory of
+[0.09](../benchmarks/results/trial_against_run.jsonl "trial_against_run/speed_worst") at worst, as a share of the
+trial's speed. The memory of
 [1.00](../benchmarks/results/trial_against_run.jsonl "trial_against_run/held") of them was within the printed interval. No other
 program ran. Repeat it with `python benchmarks/cases/trial_against_run.py`.
 

@@ -36,6 +36,7 @@ from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 FEW = 24
+UNREADABLE = "unreadable.parquet"  # data that exists, and that nothing may read before the number of tokens is refused
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 OF_BOTH = {
     "vocab_size": 320, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -148,9 +149,9 @@ def test_too_many_tokens_are_refused_before_any_trace(
 @pytest.mark.parametrize(
     "command",
     [
-        ("train", "--data", "nowhere"),
-        ("tune", "--data", "nowhere", "--space", "space.yaml"),
-        ("data", "to-tfrecord", "--data", "nowhere", "-o", "records"),
+        ("train", "--data", UNREADABLE),
+        ("tune", "--data", UNREADABLE, "--space", "space.yaml"),
+        ("data", "to-tfrecord", "--data", UNREADABLE, "-o", "records"),
         ("xla", "compile", "--topology", "v5e-4"),
     ],
 )
@@ -159,6 +160,7 @@ def test_too_many_tokens_are_refused_before_data_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("upshift.xla.tensorflow.need_tensorflow", lambda purpose: None)
+    Path(UNREADABLE).write_bytes(b"no table")
     Path("space.yaml").write_text("learning_rate: {low: 1.0e-5, high: 1.0e-3}\n")
     names = command[: 1 if command[0] in ("train", "tune") else 2]
     answer = upshift(*names, few, *command[len(names) :], "--sequence-length", FEW + 1)
@@ -167,8 +169,9 @@ def test_too_many_tokens_are_refused_before_data_is_read(
 
 
 def test_a_space_of_too_many_tokens_is_refused_before_any_trial(few: str, tmp_path: Path) -> None:
+    (tmp_path / UNREADABLE).write_bytes(b"no table")
     with pytest.raises(RequestError, match=f"{FEW + 1} is longer"):
-        upshift.tune(few, "nowhere", space={"sequence_length": [8, FEW + 1]}, output=tmp_path / "study")
+        upshift.tune(few, str(tmp_path / UNREADABLE), space={"sequence_length": [8, FEW + 1]}, output=tmp_path / "study")
 
 
 def test_data_is_cut_to_what_the_model_has(few: str, tmp_path: Path) -> None:

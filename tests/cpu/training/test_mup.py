@@ -186,7 +186,7 @@ def test_what_is_refused_beside_mup(tmp_path: Path) -> None:
         ({"mup_width": 32}, "add --from-config"),
     ):
         with pytest.raises(RequestError, match=words):
-            tune(model, "none", space={"learning_rate": [1e-3]}, output=tmp_path / "out", **asked)
+            tune(model, __file__, space={"learning_rate": [1e-3]}, output=tmp_path / "out", **asked)
     assert "AdamW's updates, not of optim=muon" in str(conflict(plan_with("hidden_size=64", optim="muon"), clips_gradients=True))
     with pytest.raises(RequestError, match="differs in widths alone"):
         deep = llama(32)

@@ -504,6 +504,9 @@ def test_the_command_for_the_whole_model_trains_as_the_best_trial_did(
 
     monkeypatch.setattr("upshift.tuning.tune.tune", searched_already)
     (tmp_path / "space.yaml").write_text("learning_rate: [0.1]\n")
+    LlamaConfig().save_pretrained(tmp_path / "a model")
+    (tmp_path / "it's data").write_text("text")
+    monkeypatch.chdir(tmp_path)
     words = ["tune", "a model", "--data", "it's data", "--space", str(tmp_path / "space.yaml"), "--from-config", "-o", "o"]
     options = [
         "--sequence-length", "32", "--max-steps", "7", "--text-column", "body", "--seed", "5", "--nproc", "2", "--set",
