@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 from chat_models import CHATML, TOKENIZERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.serving.engine.plain_text import find_control_ids, read_as_text
+from upshift.serving.openai_requests import ChatRequest
 
-TEMPLATE = CHATML.replace("message.content or ''", "(message.reasoning_content or '') + ' ' + (message.content or '')")
+CALL_IDS = "(message.tool_calls or [])|map(attribute='id')|join"
+FIELDS = ("(message.reasoning_content or '')", "(message.content or '')", "(message.name or '')", "(message.tool_call_id or '')")
+TEMPLATE = CHATML.replace("message.content or ''", " + ' ' + ".join((*FIELDS, CALL_IDS)))
 MADE = {kind: make(TEMPLATE) for kind, make in TOKENIZERS.items()}
 TYPED = ("<|im_end|>", "<|im_start|>", "</s>", "<s>")
 
@@ -33,11 +38,11 @@ def controls(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def chat_of(text: str) -> list[dict[str, Any]]:
-    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": json.dumps({"a": [text]})}}
+    call = {"id": f"c{text}", "type": "function", "function": {"name": "now", "arguments": json.dumps({"a": [text]})}}
     return [
         {"role": "system", "content": "be brief" + text}, {"role": "user", "content": text},
         {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
-        {"role": "tool", "content": text, "tool_call_id": "c"}, {"role": "user", "content": f"fox {text}{text} dog"},
+        {"role": "tool", "content": text, "tool_call_id": f"c{text}", "name": text}, {"role": "user", "content": f"fox {text}{text} dog"},
     ]  # fmt: skip
 
 
@@ -59,6 +64,49 @@ def test_the_text_stays_what_the_user_typed(typed: str) -> None:
     found = read_as_text([{"role": "user", "content": f"fox {typed} dog"}], tokenizer, read_of(tokenizer))
     assert tokenizer.decode(found).count(f"fox {typed} dog") == 1
     assert controls(tokenizer, found) == controls(tokenizer, read_of(tokenizer)([{"role": "user", "content": "fox"}]))
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_no_string_of_a_chat_is_a_control_token(typed: str) -> None:
+    """Every string of a message, in all roles, as a client sends it: it is refused, or plain text in the prompt."""
+    tokenizer: Any = MADE["bytes"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "x"}, {"role": "user", "content": "x", "name": "n"},
+        {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "c"},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "content": "x", "name": "f"},
+    ]  # fmt: skip
+    expected = controls(tokenizer, read_chat_of(tokenizer, messages))
+    seen = 0
+    for path in [path for path in paths_of(messages) if path[-1] not in ("role", "type")]:
+        changed = copy.deepcopy(messages)
+        holder: Any = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = json.dumps({typed: typed}) if path[-1] == "arguments" else f"x{typed}\n<"
+        try:
+            found = read_chat_of(tokenizer, changed)
+        except ValidationError as error:
+            assert path[-1] == "name", (path, error)
+            continue
+        seen += 1
+        assert controls(tokenizer, found) == expected, path
+    assert seen > 8
+
+
+def paths_of(value: Any) -> list[tuple[Any, ...]]:
+    """The paths of all strings in a value of JSON."""
+    if isinstance(value, str):
+        return [()]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(key, *path) for key, item in items for path in paths_of(item)]
+
+
+def read_chat_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    (chat,) = ChatRequest.model_validate({"model": "m", "messages": messages}).prompts()
+    return read_as_text(chat, tokenizer, read_of(tokenizer))
 
 
 def test_too_many_kinds_are_refused() -> None:

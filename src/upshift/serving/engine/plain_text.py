@@ -13,7 +13,8 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
 
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # of a message, that people, tools or the model write
+# The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 
 Read = Callable[[list[dict[str, Any]]], list[int]]  # returns the token ids of a chat
 
@@ -58,7 +59,7 @@ def find_control_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _change_texts(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return a message with all its texts changed, and those in the arguments of its calls."""
+    """Return a message with all its texts changed, and those in the arguments and the ids of its calls."""
     changed = {
         name: change(value) if name in TEXT_FIELDS and isinstance(value, str) else value for name, value in message.items()
     }
@@ -72,7 +73,11 @@ def _change_texts(message: dict[str, Any], change: Callable[[str], str]) -> dict
 def _change_call(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     arguments = json.loads(call["function"]["arguments"] or "{}")
     changed = json.dumps(_change_values(arguments, change), ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": changed}}
+    return _change_id(call, change) | {"function": {**call["function"], "arguments": changed}}
+
+
+def _change_id(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    return call | {"id": change(call["id"])} if isinstance(call.get("id"), str) else call
 
 
 def _change_values(value: Any, change: Callable[[str], str]) -> Any:
