@@ -42,7 +42,8 @@ def chat_of(text: str) -> list[dict[str, Any]]:
     return [
         {"role": "system", "content": "be brief" + text}, {"role": "user", "content": text},
         {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
-        {"role": "tool", "content": text, "tool_call_id": f"c{text}", "name": text}, {"role": "user", "content": f"fox {text}{text} dog"},
+        {"role": "tool", "content": text, "tool_call_id": f"c{text}", "name": text},
+        {"role": "user", "content": f"fox {text}{text} dog"},
     ]  # fmt: skip
 
 
