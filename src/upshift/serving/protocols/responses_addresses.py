@@ -106,7 +106,7 @@ class ResponsesAddresses:
         return {"object": "response.input_tokens", "input_tokens": await self._server.count_prompt(chat)}
 
     def response(self, id: str, stream: bool = False, include: Annotated[tuple[Included, ...], Query()] = ()) -> dict[str, Any]:
-        """Return a response. What ``include`` names is in it if the request for the answer asked for it."""
+        """Return a kept response. ``include`` changes nothing: the request for the answer decided what the response has."""
         found = self._find(id)
         if stream:
             raise HTTPException(400, "a response that is kept comes as a whole; leave stream out")
