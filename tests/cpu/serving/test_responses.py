@@ -299,7 +299,7 @@ def test_every_item_of_an_input_has_an_id_of_its_own() -> None:
         again: Any = [*twice[:1], *(item.model_dump(exclude_none=True) for item in first.output)]
         second = await client.responses.create(model="m", input=again, previous_response_id=first.id)
         for order in ("asc", "desc"):
-            pages = client.responses.input_items.list(second.id, limit=1, order=order)  # type: ignore[arg-type]
+            pages = client.responses.input_items.list(second.id, limit=1, order=order)
             ids = [item.id async for item in first_of(pages, 50)]
             assert len(ids) == len(set(ids)) == 4 + 2 + 3 and {"a", "b", *(item.id for item in first.output)} < set(ids)
 

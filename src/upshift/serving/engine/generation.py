@@ -420,10 +420,10 @@ class GenerationWorker:
         return self.scheduler.is_busy
 
     def watch(self, inbox: queue.Queue[Any]) -> None:
-        """Begin to put into the inbox what comes from others than clients.
+        """Start the threads that put messages into the inbox, beside those of clients.
 
-        This is an error if the engine has processes of its own and one of them ends, so that this one ends, too. And it is each
-        prompt with pictures, and each long one, when a thread has read it while the running answers went on."""
+        One thread reads the prompts with pictures, and the long ones, while the running answers go on. If the engine has
+        processes of its own, another thread puts in an error when one of them ends, so that this process ends, too."""
         engine = self.generator.text_engine
         if engine is not None:
             threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
