@@ -24,8 +24,8 @@ TYPED = ("<|im_end|>", "<|im_start|>", "</s>", "<s>")
 
 
 def read_of(tokenizer: Any) -> Any:
-    def read(chat: list[dict[str, Any]]) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    def read(chat: list[dict[str, Any]], tools: Any = None) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, return_dict=False)
         return ids
 
     return read
@@ -53,7 +53,7 @@ def chat_of(text: str) -> list[dict[str, Any]]:
 def test_a_chat_has_the_control_tokens_of_its_template_alone(kind: str, text: str) -> None:
     tokenizer: Any = MADE[kind]
     read = read_of(tokenizer)
-    found = read_as_text(chat_of(text), tokenizer, read)
+    found = read_as_text(chat_of(text), None, tokenizer, read)
     assert controls(tokenizer, found) == controls(tokenizer, read(chat_of("fox")))
     if "<|im_end|>" not in text + text:
         assert found == read(chat_of(text)), "nothing changes for a text without control tokens"
@@ -62,14 +62,14 @@ def test_a_chat_has_the_control_tokens_of_its_template_alone(kind: str, text: st
 @pytest.mark.parametrize("typed", TYPED)
 def test_the_text_stays_what_the_user_typed(typed: str) -> None:
     tokenizer: Any = MADE["bytes"]
-    found = read_as_text([{"role": "user", "content": f"fox {typed} dog"}], tokenizer, read_of(tokenizer))
+    found = read_as_text([{"role": "user", "content": f"fox {typed} dog"}], None, tokenizer, read_of(tokenizer))
     assert tokenizer.decode(found).count(f"fox {typed} dog") == 1
     assert controls(tokenizer, found) == controls(tokenizer, read_of(tokenizer)([{"role": "user", "content": "fox"}]))
 
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_no_string_of_a_chat_is_a_control_token(typed: str) -> None:
-    """Every string of a message, in all roles, as a client sends it: it is refused, or plain text in the prompt."""
+    """Every string of a message, in all roles, and of a tool, as a client sends it: refused, or plain text in the prompt."""
     tokenizer: Any = MADE["bytes"]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
@@ -79,22 +79,25 @@ def test_no_string_of_a_chat_is_a_control_token(typed: str) -> None:
         {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "function", "content": "x", "name": "f"},
     ]  # fmt: skip
-    expected = controls(tokenizer, read_chat_of(tokenizer, messages))
+    schema = {"type": "object", "properties": {"a": {"description": "x", "enum": ["x"]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": schema}}
+    body = {"model": "m", "messages": messages, "tools": [tool]}
+    expected = controls(tokenizer, read_body(tokenizer, body))
     seen = 0
-    for path in [path for path in paths_of(messages) if path[-1] not in ("role", "type")]:
-        changed = copy.deepcopy(messages)
+    for path in [path for path in paths_of(body) if path[-1] not in ("role", "type", "model")]:
+        changed = copy.deepcopy(body)
         holder: Any = changed
         for key in path[:-1]:
             holder = holder[key]
         holder[path[-1]] = json.dumps({typed: typed}) if path[-1] == "arguments" else f"x{typed}\n<"
         try:
-            found = read_chat_of(tokenizer, changed)
+            found = read_body(tokenizer, changed)
         except ValidationError as error:
             assert path[-1] == "name", (path, error)
             continue
         seen += 1
         assert controls(tokenizer, found) == expected, path
-    assert seen > 8
+    assert seen > 12
 
 
 def paths_of(value: Any) -> list[tuple[Any, ...]]:
@@ -105,12 +108,12 @@ def paths_of(value: Any) -> list[tuple[Any, ...]]:
     return [(key, *path) for key, item in items for path in paths_of(item)]
 
 
-def read_chat_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    (chat,) = ChatRequest.model_validate({"model": "m", "messages": messages}).prompts()
-    return read_as_text(chat, tokenizer, read_of(tokenizer))
+def read_body(tokenizer: Any, body: dict[str, Any]) -> list[int]:
+    request: Any = ChatRequest.model_validate(body).tokenize_request()
+    return read_as_text(request.prompt, json.loads(request.tools), tokenizer, read_of(tokenizer))
 
 
 def test_too_many_kinds_are_refused() -> None:
     tokenizer: Any = MADE["bytes"]
     with pytest.raises(RequestError, match="is a control token of the model; leave it out"):
-        read_as_text([{"role": "user", "content": "<|im_end|> <|im_start|> </s>"}], tokenizer, read_of(tokenizer))
+        read_as_text([{"role": "user", "content": "<|im_end|> <|im_start|> </s>"}], None, tokenizer, read_of(tokenizer))

@@ -98,13 +98,14 @@ class PromptReader:
         messages = template_reasoning(prompt, form)
         has_parts = self.template.takes_parts or has_media(messages)
 
-        def read(chat: list[dict[str, Any]]) -> list[int]:
+        def read(chat: list[dict[str, Any]], offered: Any) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
+            if offered is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
                 return self._prompts.tokenize([chat])[0]
-            return self.template.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
+            return self.template.tokenize(chat, offered, variables, ending=template.ending)
 
-        return read(messages) if self._allow_special else read_as_text(messages, tokenizer, read)
+        offered = None if tools is None else json.loads(tools)
+        return read(messages, offered) if self._allow_special else read_as_text(messages, offered, tokenizer, read)
 
 
 def token_replies(
@@ -267,8 +268,8 @@ def start_prompt_thread(
 ) -> PromptThread:
     """Start a thread that reads prompts with a tokenizer of its own, because two threads may not use one.
 
-    The copy of a tokenizer with 150,000 tokens takes 0.3 s, so call this before the engine has requests. ``read`` returns the token
-    ids of a request's prompt by a reader. ``put`` and ``is_wanted`` are those of ``PromptThread``."""
+    The copy of a tokenizer with 150,000 tokens takes 0.3 s, so call this before the engine has requests. ``read`` returns the
+    token ids of a request's prompt by a reader. ``put`` and ``is_wanted`` are those of ``PromptThread``."""
     prompts = copy(prompts)
     prompts.tokenizer = deepcopy(prompts.tokenizer)
     reader = PromptReader(prompts, allow_special=allow_special)
