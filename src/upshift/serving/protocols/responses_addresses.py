@@ -18,13 +18,14 @@ from upshift.serving.openai_responses import Usage
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import Included, Item, ItemReference, ResponsesPrompt, ResponsesRequest
 from upshift.serving.protocols.responses_store import Inputs, ResponseStore, StoredResponse, describe_inputs
-from upshift.serving.refusals import FAULT, RETRY_SECONDS, refusal_of
+from upshift.serving.refusals import FAULT, refusal_of
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/responses"
 PAGE_LIMIT = 100  # items of a page at most; OpenAI's
 DEFAULT_LIMIT = 20  # likewise
 MAX_BACKGROUND = 256  # answers in the background at once, also those whose model is still being loaded
+RETRY_SECONDS = 1.0  # one of them may end at any time
 
 
 class ChatServer(Protocol):

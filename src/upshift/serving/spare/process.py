@@ -90,7 +90,7 @@ class SpareProcess:
             await self._wait_for_end(process, request)
             self._process = None
             self.resident_bytes = 0
-            logger.warning("the spare process for %s ended while it waited, with %s", request.model, process.returncode)
+            logger.warning("the spare process for %s ended while it waited (exit code %s)", request.model, process.returncode)
         logger.warning("no spare process for %s: %d of them ended while they waited", request.model, MAX_STARTS)
 
     async def _wait_for_pause(self) -> None:
