@@ -48,7 +48,7 @@ from upshift.serving.protocols.responses_addresses import ResponsesAddresses
 from upshift.serving.protocols.responses_requests import ResponsesRequest
 from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
-from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, error_response, refusal_of
+from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, body_error, error_response, refusal_of
 from upshift.serving.replicas import ReplicaSet
 from upshift.serving.request_checks import Guard, Limits, RootPath, route_path
 from upshift.serving.request_traces import RequestTraces
@@ -122,7 +122,7 @@ class Server:
             response = await handler(body_type.model_validate(body))
         except Exception as error:  # of any type: it is the answer to this request, and the batch goes on
             if isinstance(error, ValidationError):
-                error = RequestValidationError(error.errors())
+                error = body_error(error)
             refusal = refusal_of(error)
             if refusal is None:
                 logger.error("a request of a batch failed", exc_info=error)
@@ -265,7 +265,7 @@ class Server:
         try:
             request = body_type.model_validate(body)
         except ValidationError as error:
-            raise RequestValidationError(error.errors()) from None
+            raise body_error(error) from None
         return await handler(request)
 
     def load(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ class EngineRequest(Value):
     learned: LearnedLoad | None = Field(None, description="by the engine before this one")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use GPUs of their own")
-    modules: tuple[str, ...] = Field((), description="of a spare process: import them, and wait for the request to start with")
+    modules: tuple[str, ...] = Field((), description="a spare process imports these, and then waits for a second request")
 
 
 class TemplateOptions(Value):
@@ -209,7 +209,7 @@ class Ready(Value):
 
 
 class Imported(Value):
-    """The modules that an engine has imported. A spare process imports the same."""
+    """The names of the modules that an engine has imported, for its spare process to import."""
 
     kind: Literal["imported"] = "imported"
     modules: tuple[str, ...]

@@ -354,6 +354,8 @@ class ChatRequest(SamplingRequest):
             raise RequestError(f"{choice} names {min(unknown_names)}, which is not in {field}; name one of them")
         if self.tool_choice == "required" and not names:
             raise RequestError("tool_choice is required, and there are no tools; give some")
+        if self.functions and self.tool_choice != "auto":
+            raise RequestError("tool_choice is for tools, and the request has functions; give function_call in its place")
         if self.function_call != "auto" and not self.functions:
             raise RequestError("function_call is for functions, and there are none; give some, or use tools and tool_choice")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from upshift.errors import JobFailed, RequestError
@@ -131,7 +131,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
     if isinstance(error, RequestRefused):
         return Refusal(error.status, str(error), retry_after=error.retry_after, code=error.code)
     if isinstance(error, RequestValidationError):
-        return refusal_of_problems(error.errors())
+        # FastAPI says first where the field is: in the body, the query or the path.
+        return refusal_of_problems([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()])
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, TimeoutError):
@@ -147,6 +148,11 @@ def refusal_of(error: BaseException) -> Refusal | None:
     return None
 
 
+def body_error(error: ValidationError) -> RequestValidationError:
+    """Return the error of a body as FastAPI raises it."""
+    return RequestValidationError([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()])
+
+
 def error_response(refusal: Refusal, path: str) -> JSONResponse:
     """Return the HTTP response for a refusal at an address."""
     headers = {}
@@ -159,12 +165,12 @@ def error_response(refusal: Refusal, path: str) -> JSONResponse:
 
 
 def refusal_of_problems(problems: Sequence[Any]) -> Refusal:
-    """Return the first of pydantic's problems of a body, without the values that the client sent.
+    """Return the first of pydantic's problems of a request, without the values that the client sent.
 
-    For a field with several types, prefer a problem that is not about the type."""
+    ``loc`` of a problem is the path of its field. For a field with several types, prefer a problem that is not about the type."""
     value_problems = [problem for problem in problems if not problem["type"].endswith(("_type", "_parsing"))]
     problem = (value_problems or problems)[0]
-    path = [str(key) for key in problem["loc"] if key != "body" and not UNION_NAME.match(str(key))]
+    path = [str(key) for key in problem["loc"] if not UNION_NAME.match(str(key))]
     field = ".".join(path).encode(errors="backslashreplace").decode()
     kind = problem.get("ctx", {}).get("tag") or problem.get("input")
     if isinstance(kind, str) and kind in OTHER_PARTS and problem["type"] in ("union_tag_invalid", "literal_error"):

@@ -46,7 +46,7 @@ class ReplicaSet:
             engine.on_restart = callback
 
     def keep_no_spares(self) -> None:
-        """Keep no spare processes, whose memory is not in the model's."""
+        """Keep no spare processes from now on. Their memory does not count as memory of the model."""
         for engine in self.engines:
             engine.keeps_spare = False
 

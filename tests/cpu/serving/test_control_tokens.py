@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -9,18 +10,22 @@ import pytest
 from chat_models import CHATML, TOKENIZERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.serving.engine.plain_text import find_control_ids, read_as_text
+from upshift.serving.openai_requests import ChatRequest
 
-TEMPLATE = CHATML.replace("message.content or ''", "(message.reasoning_content or '') + ' ' + (message.content or '')")
+CALL_IDS = "(message.tool_calls or [])|map(attribute='id')|join"
+FIELDS = ("(message.reasoning_content or '')", "(message.content or '')", "(message.name or '')", "(message.tool_call_id or '')")
+TEMPLATE = CHATML.replace("message.content or ''", " + ' ' + ".join((*FIELDS, CALL_IDS)))
 MADE = {kind: make(TEMPLATE) for kind, make in TOKENIZERS.items()}
 TYPED = ("<|im_end|>", "<|im_start|>", "</s>", "<s>")
 
 
 def read_of(tokenizer: Any) -> Any:
-    def read(chat: list[dict[str, Any]]) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    def read(chat: list[dict[str, Any]], tools: Any = None) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, return_dict=False)
         return ids
 
     return read
@@ -33,11 +38,12 @@ def controls(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def chat_of(text: str) -> list[dict[str, Any]]:
-    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": json.dumps({"a": [text]})}}
+    call = {"id": f"c{text}", "type": "function", "function": {"name": "now", "arguments": json.dumps({"a": [text]})}}
     return [
         {"role": "system", "content": "be brief" + text}, {"role": "user", "content": text},
         {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
-        {"role": "tool", "content": text, "tool_call_id": "c"}, {"role": "user", "content": f"fox {text}{text} dog"},
+        {"role": "tool", "content": text, "tool_call_id": f"c{text}", "name": text},
+        {"role": "user", "content": f"fox {text}{text} dog"},
     ]  # fmt: skip
 
 
@@ -47,7 +53,7 @@ def chat_of(text: str) -> list[dict[str, Any]]:
 def test_a_chat_has_the_control_tokens_of_its_template_alone(kind: str, text: str) -> None:
     tokenizer: Any = MADE[kind]
     read = read_of(tokenizer)
-    found = read_as_text(chat_of(text), tokenizer, read)
+    found = read_as_text(chat_of(text), None, tokenizer, read)
     assert controls(tokenizer, found) == controls(tokenizer, read(chat_of("fox")))
     if "<|im_end|>" not in text + text:
         assert found == read(chat_of(text)), "nothing changes for a text without control tokens"
@@ -56,12 +62,58 @@ def test_a_chat_has_the_control_tokens_of_its_template_alone(kind: str, text: st
 @pytest.mark.parametrize("typed", TYPED)
 def test_the_text_stays_what_the_user_typed(typed: str) -> None:
     tokenizer: Any = MADE["bytes"]
-    found = read_as_text([{"role": "user", "content": f"fox {typed} dog"}], tokenizer, read_of(tokenizer))
+    found = read_as_text([{"role": "user", "content": f"fox {typed} dog"}], None, tokenizer, read_of(tokenizer))
     assert tokenizer.decode(found).count(f"fox {typed} dog") == 1
     assert controls(tokenizer, found) == controls(tokenizer, read_of(tokenizer)([{"role": "user", "content": "fox"}]))
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_no_string_of_a_chat_is_a_control_token(typed: str) -> None:
+    """Every string of a message, in all roles, and of a tool, as a client sends it: refused, or plain text in the prompt."""
+    tokenizer: Any = MADE["bytes"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "x"}, {"role": "user", "content": "x", "name": "n"},
+        {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "c"},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "content": "x", "name": "f"},
+    ]  # fmt: skip
+    schema = {"type": "object", "properties": {"a": {"description": "x", "enum": ["x"]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": schema}}
+    body = {"model": "m", "messages": messages, "tools": [tool]}
+    expected = controls(tokenizer, read_body(tokenizer, body))
+    seen = 0
+    for path in [path for path in paths_of(body) if path[-1] not in ("role", "type", "model")]:
+        changed = copy.deepcopy(body)
+        holder: Any = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = json.dumps({typed: typed}) if path[-1] == "arguments" else f"x{typed}\n<"
+        try:
+            found = read_body(tokenizer, changed)
+        except ValidationError as error:
+            assert path[-1] == "name", (path, error)
+            continue
+        seen += 1
+        assert controls(tokenizer, found) == expected, path
+    assert seen > 12
+
+
+def paths_of(value: Any) -> list[tuple[Any, ...]]:
+    """The paths of all strings in a value of JSON."""
+    if isinstance(value, str):
+        return [()]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(key, *path) for key, item in items for path in paths_of(item)]
+
+
+def read_body(tokenizer: Any, body: dict[str, Any]) -> list[int]:
+    request: Any = ChatRequest.model_validate(body).tokenize_request()
+    return read_as_text(request.prompt, json.loads(request.tools), tokenizer, read_of(tokenizer))
 
 
 def test_too_many_kinds_are_refused() -> None:
     tokenizer: Any = MADE["bytes"]
     with pytest.raises(RequestError, match="is a control token of the model; leave it out"):
-        read_as_text([{"role": "user", "content": "<|im_end|> <|im_start|> </s>"}], tokenizer, read_of(tokenizer))
+        read_as_text([{"role": "user", "content": "<|im_end|> <|im_start|> </s>"}], None, tokenizer, read_of(tokenizer))

@@ -188,8 +188,7 @@ def test_other_texts_go_on_while_pictures_are_read_and_computed(
     monkeypatch.setattr(MediaPrompts, "apply_template", slow("reading", process))
     monkeypatch.setattr(decoder, "compute_apart", slow("computing", compute))
     monkeypatch.setattr(decoder, "step", watched.step)
-    for name in ("_prompt_thread", "_put"):  # those of the others, afterwards
-        monkeypatch.setattr(worker, name, None)
+    monkeypatch.setattr(worker, "_prompt_thread", None)  # that of the others, afterwards
     bodies = [body_of(AFTER, max_tokens=1500, ignore_eos=True), body_of(part_of("blue"), BEFORE)]
     bodies += [body_of(part_of("blue"), AFTER), body_of(BEFORE, part_of("red"), BEFORE, return_token_ids=True)]
     for number, body in enumerate(bodies):

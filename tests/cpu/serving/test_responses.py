@@ -10,12 +10,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_serve_faults import Recording, app_of, posted
 
 from upshift.errors import RequestError
 from upshift.serving.engine_process import TokenizedPrompt
 from upshift.serving.messages import Generate, Piece, TokenScore, ToolCall
-from upshift.serving.protocols.responses_store import ResponseStore
+from upshift.serving.protocols import responses_addresses
+from upshift.serving.protocols.responses_store import Inputs, ResponseStore
 
 TOOL = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": True}
 TEXT = ({"reasoning": "first"}, {"reasoning": " then", "text": "so"}, {"text": " be it", "ending": "stop"})
@@ -132,16 +135,55 @@ def test_conversations_are_kept() -> None:
     assert turns[1]["reasoning_content"] == "first then", "the instructions are of one request alone"
 
 
+def body_of(id: Any, status: str = "completed", output: Any = ()) -> dict[str, Any]:
+    return {"id": str(id), "status": status, "output": list(output)}
+
+
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(max_responses=3, max_characters=1000)
     for number in range(5):
-        store.add({"id": str(number)}, [])
+        store.add(body_of(number), Inputs())
     assert [number for number in range(5) if store.find(str(number))] == [2, 3, 4]
-    store.add({"id": "large"}, [{"content": "x" * 900}])
+    store.add(body_of("large"), Inputs([{"id": "a", "content": "x" * 850}]))
     assert store.find("large") and not store.find("2")
-    store.add({"id": "larger"}, [{"content": "x" * 2000}])
+    store.add(body_of("larger"), Inputs([{"id": "a", "content": "x" * 2000}]))
     assert not store.find("larger") and not store.find("large") and store._characters == 0
     assert not store.remove("larger")
+
+
+def test_an_answer_that_is_computed_is_not_dropped() -> None:
+    """However many others come meanwhile: whoever cancels it must find it."""
+    store = ResponseStore(max_responses=3, max_characters=1000)
+    for number, status in enumerate(("queued", "in_progress")):
+        store.add(body_of(number, status), Inputs())
+    for number in range(2, 9):
+        assert not store.is_full
+        store.add(body_of(number), Inputs([{"id": "a", "content": "x" * 1000 * (number % 2)}]))
+    assert [number for number in range(9) if store.find(str(number))] == [0, 1, 8]
+    store.add(body_of(9, "queued"), Inputs())
+    assert store.is_full and store.find("9") and not store.find("8")
+    for number in (0, 1, 9):
+        store.add(body_of(number), Inputs())
+    assert not store.is_full
+
+
+MESSAGE = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}], "status": "completed"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 3), st.sets(st.integers(0, 5))), max_size=20))
+def test_items_are_found_as_long_as_a_response_has_them(steps: Any) -> None:
+    """By the ids that the server made alone. The reference is a search through all responses."""
+    store = ResponseStore(max_responses=3)
+    for step, number, ids in steps:
+        if step == "remove":
+            store.remove(str(number))
+            continue
+        items = [{**MESSAGE, "id": f"{kind}{id}"} for id in ids for kind in ("made", "client")]
+        output = [{**MESSAGE, "role": "assistant", "id": f"output{number}"}]
+        store.add(body_of(number, output=output), Inputs(items, frozenset(f"made{id}" for id in ids)))
+    kept = {item["id"] for number in range(4) if (found := store.find(str(number))) for item in found.conversation}
+    names = {f"{kind}{id}" for kind in ("made", "client", "output") for id in range(6)}
+    assert {name for name in names if store.find_item(name)} == {name for name in kept if not name.startswith("client")}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -247,6 +289,57 @@ def test_the_items_of_an_input_are_listed() -> None:
     assert [item.id for item in rising[4:6]] == [item.id for item in first.output]
 
 
+def test_every_item_of_an_input_has_an_id_of_its_own() -> None:
+    """Also if the client repeats one, or sends back what the conversation has: pages would go round in circles."""
+    user: dict[str, Any] = {"type": "message", "role": "user", "content": "x"}
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        twice: Any = [user | {"id": id} for id in ("a", "a", "b", "")]
+        first = await client.responses.create(model="m", input=twice)
+        again: Any = [*twice[:1], *(item.model_dump(exclude_none=True) for item in first.output)]
+        second = await client.responses.create(model="m", input=again, previous_response_id=first.id)
+        for order in ("asc", "desc"):
+            pages = client.responses.input_items.list(second.id, limit=1, order=order)
+            ids = [item.id async for item in first_of(pages, 50)]
+            assert len(ids) == len(set(ids)) == 4 + 2 + 3 and {"a", "b", *(item.id for item in first.output)} < set(ids)
+
+    with_client(Scripted(), ask)
+
+
+async def first_of(items: Any, count: int) -> Any:
+    async for item in items:
+        yield item
+        count -= 1
+        if not count:
+            return
+
+
+def test_a_reference_finds_no_id_that_another_client_made() -> None:
+    """It finds it in the conversation that goes on, and what the server itself named everywhere."""
+    item: Any = {"type": "message", "role": "user", "content": "secret", "id": "msg_1"}
+    reference: Any = [{"type": "item_reference", "id": "msg_1"}]
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        first = await client.responses.create(model="m", input=[item, {"role": "user", "content": "y"}])
+        with pytest.raises(openai.NotFoundError, match="the item 'msg_1' is not kept here"):
+            await client.responses.create(model="m", input=reference)
+        later = await client.responses.create(model="m", input=reference, previous_response_id=first.id)
+        listed = [one.id async for one in client.responses.input_items.list(first.id, order="asc")]
+        made: Any = [{"type": "item_reference", "id": id} for id in (listed[1], first.output[1].id)]
+        second = await client.responses.create(model="m", input=made)
+        for response in (first, later):  # the items of the first belong to both
+            await client.responses.create(model="m", input=made[:1])
+            await client.responses.delete(response.id)
+        for id in made:
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.create(model="m", input=[id])
+        await client.responses.create(model="m", input="z", previous_response_id=second.id)
+
+    engine = Scripted()
+    with_client(engine, ask)
+    assert [turn["content"] for turn in engine.requests[-1].prompt] == ["y", "so be it", "so be it", "z"]  # type: ignore[index]
+
+
 def test_a_reference_stands_for_an_item() -> None:
     """As frameworks send a history whose answers the server keeps."""
     engine = Scripted(CALLS)
@@ -316,6 +409,28 @@ def test_an_answer_in_the_background() -> None:
 
     ended, plain = with_client(engine, ask)
     assert (ended.status, ended.output_text, ended.usage) == ("completed", plain.output_text, plain.usage)
+
+
+def test_answers_in_the_background_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While none of them comes forward, as while a model is loaded. Others are answered, and so are further ones later."""
+    monkeypatch.setattr(responses_addresses, "MAX_BACKGROUND", 3)
+    engine = Waiting()
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        start = {"model": "m", "input": "x", "background": True}
+        begun = [await client.responses.create(**start) for _ in range(3)]  # type: ignore[call-overload]
+        with pytest.raises(openai.RateLimitError, match="3 answers are computed in the background already") as refused:
+            await client.responses.create(**start)  # type: ignore[call-overload]
+        assert int(refused.value.response.headers["Retry-After"]) > 0 and len(engine.requests) == 3
+        await client.responses.delete(begun[0].id)
+        begun.append(await client.responses.create(**start))  # type: ignore[call-overload]
+        engine.go.set()
+        for one in begun[1:]:
+            while (await client.responses.retrieve(one.id)).status != "completed":
+                await asyncio.sleep(0.01)
+        await client.responses.create(**start)  # type: ignore[call-overload]
+
+    with_client(engine, ask)
 
 
 def test_an_answer_in_the_background_that_fails() -> None:

@@ -127,6 +127,27 @@ def test_a_compressed_body_is_refused_by_name() -> None:
     assert found.status_code == 415 and "gzip" in check_refused(found)
 
 
+def test_the_wrong_field_is_named_wherever_it_is() -> None:
+    """In the query as in the body: the name alone, also if it is that of a place."""
+
+    async def ask(method: str, path: str, body: Any = None) -> Any:
+        transport = httpx2.ASGITransport(app_of_all_requests(), raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://m") as client:
+            return (await client.request(method, path, json=body)).json()["error"]["param"]
+
+    scored = {"model": "m", "query": 7, "documents": ["x"]}
+    for method, path, body, field in (
+        ("GET", "/v1/responses/x/input_items?limit=101", None, "limit"),
+        ("GET", "/v1/responses/x?include=other", None, "include.0"),
+        ("POST", "/v1/completions", {"model": "m", "prompt": "x", "n": 0}, "n"),
+        ("POST", "/v1/completions", {"model": "m", "prompt": "x", "query": 0}, "query"),
+        ("POST", "/v1/completions", {"model": "m", "prompt": "x", "body": 0}, "body"),
+        ("POST", "/rerank", scored, "query"),
+        ("POST", "/invocations", scored, "query"),
+    ):
+        assert asyncio.run(ask(method, path, body)) == field, (path, body)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text() | st.sampled_from(sorted(GOOD)), inside, max_size=3),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
+import os
 import queue
+import signal
 import stat
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,14 @@ from upshift.serving.engine.embedding import serve_embeddings
 from upshift.serving.engine.generation import GenerationWorker
 from upshift.serving.engine_process import EngineDied, EngineProcess, RequestRefused
 from upshift.serving.messages import Cancel, Embed, EngineRequest, Heartbeat, Ready, Refused, Vector
+from upshift.serving.spare import process
+from upshift.serving.spare.process import SpareProcess
 
 VOCABULARY = 100
+
+
+class Panic(BaseException):
+    """As the Rust code of tokenizers raises it: it is no Exception."""
 
 
 class Letters:
@@ -44,6 +54,8 @@ class Letters:
         return self
 
     def tokenize(self, texts: Any) -> list[list[int]]:
+        if any("~" in text for text in texts):
+            raise Panic("no tildes")
         return [[ord(letter) - ord("!") for letter in text if letter != " "] for text in texts]
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
@@ -93,6 +105,7 @@ def test_vectors_are_shortened() -> None:
         ("", 500, "input 1 has no vector of finite numbers"),
         ("é", 400, "token 200 is not one of the model's 100"),
         ("wow!", 500, "ValueError: no exclamation marks"),
+        ("~", 500, "Panic: no tildes"),
     ],
 )
 def test_a_text_that_cannot_be_encoded_ends_its_own_request(
@@ -227,3 +240,108 @@ def test_who_leaves_is_told_to_the_engine(
 
     with_process(monkeypatch, tmp_path, use)
     assert "ValueError" in caplog.text and "secret" not in caplog.text
+
+
+SPARE = """#!{python}
+import sys
+
+sys.stdin.readline()
+{answer}
+sys.stdin.readline()
+"""
+READY = """print('{"kind": "spare", "resident_bytes": 7}', flush=True)"""
+MACHINE = SimpleNamespace(available=2**40)
+
+
+@pytest.fixture
+def write_spare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Return a function that makes a program the spare process. Each answers a first line, and waits for a second one."""
+    monkeypatch.setattr(process, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: MACHINE)
+    monkeypatch.setattr(process, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
+
+    def write(answer: str) -> None:
+        program = tmp_path / "spare"
+        program.write_text(SPARE.format(python=PYTHON, answer=answer))
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return write
+
+
+PYTHON = sys.executable
+
+
+def with_spare(use: Callable[[SpareProcess], Awaitable[None]]) -> None:
+    async def run() -> None:
+        spare = SpareProcess(lambda: False)
+        spare.prepare(EngineRequest(model="m"))
+        await use(spare)
+        await spare.stop()
+        assert spare.resident_bytes == 0
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_spare_process_that_dies_is_replaced(write_spare: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are not counted for any longer, and after some deaths the engine goes on without."""
+    write_spare(READY)
+
+    async def use(spare: SpareProcess) -> None:
+        pids = set()
+        for _ in range(process.MAX_STARTS):
+            await until(lambda: spare.resident_bytes == 7)
+            assert spare._process is not None
+            pids.add(spare._process.pid)
+            os.kill(spare._process.pid, signal.SIGKILL)
+            await until(lambda: spare.resident_bytes == 0)
+        assert spare._task is not None
+        await spare._task
+        assert len(pids) == process.MAX_STARTS and await spare.take() is None
+        spare.prepare(EngineRequest(model="m"))  # the next process of the engine has a spare process again
+        await until(lambda: spare.resident_bytes == 7)
+        taken = await spare.take()
+        assert taken is not None and taken.returncode is None and spare.resident_bytes == 0
+        await process.kill_process(taken)
+
+    with_spare(use)
+    assert f"{process.MAX_STARTS} of them ended while they waited" in caplog.text
+
+
+@pytest.mark.parametrize("answer", ["sys.exit(1)", "print('no JSON', flush=True)", "print('x' * 2**23, flush=True)"])
+def test_a_spare_process_that_is_of_no_use(
+    answer: str, write_spare: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_spare(answer)
+
+    async def use(spare: SpareProcess) -> None:
+        assert spare._task is not None
+        await spare._task
+        assert await spare.take() is None
+
+    with_spare(use)
+    assert "ended while it waited" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["machine", "container", "system"])
+def test_without_a_spare_process(
+    reason: str, write_spare: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory that is free on the machine or in the container is too little, or no process can start: the log says so."""
+    caplog.set_level(logging.INFO)
+    write_spare(READY)
+    if reason == "machine":
+        monkeypatch.setattr(process.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    elif reason == "container":
+        monkeypatch.setattr(process, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=2**30))
+    else:
+        monkeypatch.setattr(sys, "executable", "/nowhere")
+
+    async def use(spare: SpareProcess) -> None:
+        assert spare._task is not None
+        await spare._task
+        assert await spare.take() is None
+
+    with_spare(use)
+    words = "it could not be started" if reason == "system" else "only 1.00 GiB of memory are free"
+    assert f"no spare process for m: {words}" in caplog.text

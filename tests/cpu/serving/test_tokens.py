@@ -18,7 +18,7 @@ from test_tool_calls import TEMPLATES, TOOLS, USER, folder, make_tokenizer, mess
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
 from upshift.serving.engine.generation import GenerationWorker, answer_requests
-from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, token_replies
+from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, PromptThread, ReadPrompt, token_replies
 from upshift.serving.engine_process import EngineProcess, RequestRefused
 from upshift.serving.messages import Cancel, Detokenize, EngineRequest, Generate, Piece, Refused, Tokenize, Tokens
 from upshift.serving.metrics import Metrics
@@ -162,6 +162,7 @@ def test_what_follows_the_last_message_of_a_chat(worker: Any) -> None:
     assert both.status_code == 400 and "set add_generation_prompt to false" in both.text
 
 
+@pytest.mark.usefixtures("worker")  # which saves the tokenizer
 def test_long_prompts_are_read_while_others_are_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Texts and chats, for an answer or for their tokens: the engine takes steps meanwhile, and whoever leaves gets nothing."""
     worker = GenerationWorker(EngineRequest(model=str(folder), engine="torch", prompt_length=8, output_length=4, concurrency=2))
@@ -200,9 +201,10 @@ def test_long_prompts_are_read_while_others_are_answered(folder: Path, monkeypat
             inbox.put(None)
 
     worker.watch(inbox)
+    monkeypatch.setattr(tokenization, "deepcopy", None)  # the running answers would wait for a copy of the tokenizer
     answer_requests(worker, inbox, send)
     monkeypatch.undo()
-    assert waited == [True] * 4, "with the one that left"
+    assert waited == [True] * 3, "the one that left is not read"
     pieces = [message for message in said if isinstance(message, Piece)]
     assert {piece.id for piece in pieces} == {1, 2, 3}
     ids = {piece.id: piece.prompt_ids for piece in pieces if piece.prompt_ids}
@@ -210,3 +212,45 @@ def test_long_prompts_are_read_while_others_are_answered(folder: Path, monkeypat
     whole = worker._read_prompt(Tokenize(prompt=chat))
     assert ids == {2: tuple(tokenizer(long).input_ids[-8:]), 3: tuple(whole[-8:])}
     assert [token for message in said if isinstance(message, Tokens) for token in message.ids] == whole
+
+
+class Panic(BaseException):
+    """As the Rust code of tokenizers raises it: it is no Exception."""
+
+
+ENDINGS = (ValueError, MemoryError, RecursionError, Panic, SystemExit, KeyboardInterrupt, GeneratorExit)
+
+
+def test_every_ending_of_a_read_is_an_answer() -> None:
+    """And the prompts behind it are read, without those that nobody waits for any longer."""
+    answers: queue.Queue[ReadPrompt] = queue.Queue()
+    begun: list[int] = []
+    wanted = set(range(len(ENDINGS) + 3)) - {1, len(ENDINGS) + 1}
+
+    def read(request: Any) -> list[int]:
+        begun.append(request.id)
+        if request.id < len(ENDINGS):
+            raise ENDINGS[request.id]("why")
+        return [7]
+
+    thread = PromptThread(read, answers.put, wanted.__contains__)
+    for number in range(len(ENDINGS) + 3):
+        thread.begin(Tokenize(id=number, prompt="x"))
+    found = [answers.get(timeout=30) for _ in wanted]
+    assert [one.request.id for one in found] == begun == sorted(wanted)
+    assert all(isinstance(one.read, Exception) and "why" in str(one.read) for one in found[:-2])
+    assert [one.read for one in found[-2:]] == [[7], [7]]
+
+
+def test_a_panic_of_the_tokenizer_fails_its_own_request(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and chats that the engine itself reads: the process, with the requests of others, goes on."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Panic("called Option::unwrap() on a None value")
+
+    prompts = worker.generator.prompts
+    monkeypatch.setattr(prompts, "tokenize", fail)
+    monkeypatch.setattr(type(prompts.tokenizer), "__call__", fail)
+    for request in (Generate(id=1, prompt="x"), Generate(id=1, prompt=(USER,)), Tokenize(id=1, prompt="x")):
+        (refused,) = worker.answer(request)
+        assert isinstance(refused, Refused) and (refused.status, refused.failure) == (500, "RuntimeError"), refused

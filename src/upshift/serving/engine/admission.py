@@ -87,7 +87,8 @@ class RequestQueue(Generic[E]):
     ``max_ttft``: promised seconds to the first token.
     ``failed``: requests for which no token could be chosen, until the caller takes them out.
     ``apart``: the request whose prompt is computed beside the steps of the running ones, until it joins them.
-    ``reading``: ids of the requests whose pictures are read, before they are added."""
+    ``reading``: ids of the requests whose prompts a thread reads, or will read, before they are added. These prompts have
+    pictures or are long. Some of the requests want token ids alone, and are never added."""
 
     engine: E
     rows: int
@@ -132,9 +133,9 @@ class RequestQueue(Generic[E]):
         return refused
 
     def begin_reading(self, id: int, waited: float) -> Refused | None:
-        """Count a request whose pictures are read now, or return why it is rejected before they are.
+        """Count a request whose prompt a thread will read, or return why it is rejected before that.
 
-        ``waited`` is the time in seconds since it came. Its own prompt is estimated when it is added."""
+        ``waited`` is the time in seconds since it came. The computation of its prompt is estimated when it is added."""
         wait = waited + (len(self.reading) + 1) * self.estimator.reading_seconds
         refused = self._refuse_waiting(id, wait)
         if refused is None:
@@ -142,11 +143,15 @@ class RequestQueue(Generic[E]):
         return refused
 
     def end_reading(self, id: int, seconds: float) -> bool:
-        """Record that the pictures of a request are read. Return whether it was not canceled meanwhile."""
+        """Record that the prompt of a request was read. Return whether the request was not canceled meanwhile."""
         self.estimator.record_reading(seconds)
-        is_open = id in self.reading
+        is_open = self.is_reading(id)
         self.reading.discard(id)
         return is_open
+
+    def is_reading(self, id: int) -> bool:
+        """Return whether a request still waits for its prompt to be read. The thread that reads prompts calls this, too."""
+        return id in self.reading
 
     def _refuse_waiting(self, id: int, wait: float) -> Refused | None:
         """Return why a request that would wait for ``wait`` seconds is rejected, or None."""
@@ -273,7 +278,7 @@ class TtftEstimator:
         self.token_seconds = token_seconds
         self.byte_seconds = 0.0  # of a prompt's other inputs, beyond the time of its tokens
         self.step_seconds = step_seconds
-        self.reading_seconds = 0.0  # of the pictures of a request
+        self.reading_seconds = 0.0  # of a prompt that a thread reads
         answer_lengths = (output_length,) if learned is None else learned.answer_lengths
         ratios = () if learned is None else learned.ttft_ratios
         self._answer_lengths: deque[int] = deque(answer_lengths, maxlen=RECENT_REQUESTS)
@@ -289,7 +294,7 @@ class TtftEstimator:
         self.byte_seconds = smooth(self.byte_seconds, measured) if self.byte_seconds else measured
 
     def record_reading(self, seconds: float) -> None:
-        """Record the time in which the pictures of a request were read."""
+        """Record the time in which a thread read the prompt of a request."""
         self.reading_seconds = smooth(self.reading_seconds, seconds) if self.reading_seconds else seconds
 
     def record_step(self, seconds: float) -> None:

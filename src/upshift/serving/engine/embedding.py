@@ -25,7 +25,7 @@ from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.serving.engine.admission import smooth
-from upshift.serving.engine.tokenization import check_token_ids, token_replies
+from upshift.serving.engine.tokenization import check_token_ids, panics_as_errors, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
@@ -136,7 +136,8 @@ class EmbeddingWorker:
         tokenized: list[TokenizedRequest] = []
         for request in requests:
             try:
-                tokenized.append((request, self._tokenize(self._cut_documents(request))))
+                with panics_as_errors():
+                    tokenized.append((request, self._tokenize(self._cut_documents(request))))
             except Exception as error:  # from the tokenizer, at this request's texts
                 answers.append(Refused.from_error(request.id, error))
         return answers + self._encode(tokenized)

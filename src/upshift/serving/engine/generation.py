@@ -166,7 +166,6 @@ class GenerationWorker:
         self._tools = self._reader.template
         self._pictures = PictureReader(self.generator, self._tools, request.image_folder)
         self._prompt_thread: PromptThread | None = None
-        self._put: Callable[[Any], None] | None = None  # takes what comes from others than clients
         self._processed = ProcessedPrompts()
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
@@ -287,8 +286,8 @@ class GenerationWorker:
         assert not isinstance(message, Embed), "the server sends them to encoders"
         if isinstance(message, ReadPrompt):
             return self._end_reading(message)
-        if self._put is not None and isinstance(message, Generate | Tokenize) and takes_long(message):
-            refused = self._begin_reading(message)
+        if self._prompt_thread is not None and isinstance(message, Generate | Tokenize) and takes_long(message):
+            refused = self._begin_reading(message, self._prompt_thread)
             return [] if refused is None else [refused]
         if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self.generator.prompts.tokenizer, self._tokenize_chat, self.generator.vocabulary)
@@ -311,7 +310,7 @@ class GenerationWorker:
         self._pictures.check(request)
         return self._read_prompt(request)
 
-    def _begin_reading(self, request: Generate | Tokenize) -> Refused | None:
+    def _begin_reading(self, request: Generate | Tokenize, thread: PromptThread) -> Refused | None:
         """Begin to read a prompt in the thread for it. Return the refusal of a request that is rejected at once."""
         try:
             self._pictures.check(request)
@@ -320,7 +319,7 @@ class GenerationWorker:
         waited = 0.0 if isinstance(request, Tokenize) or request.arrival is None else time.perf_counter() - request.arrival
         refused = self.scheduler.begin_reading(request.id, waited)
         if refused is None:
-            self._find_prompt_thread().begin(request)
+            thread.begin(request)
         return refused
 
     def _end_reading(self, read: ReadPrompt) -> list[Value]:
@@ -334,17 +333,6 @@ class GenerationWorker:
             return read.read
         refused = self.take(request, read.read)
         return [] if refused is None else [refused]
-
-    def _find_prompt_thread(self) -> PromptThread:
-        """Return the thread that reads prompts. The first call starts it, because it needs a tokenizer of its own."""
-        if self._prompt_thread is None:
-            assert self._put is not None
-            special = self.request.allow_special
-            vocabulary = self.generator.vocabulary
-            self._prompt_thread = start_prompt_thread(
-                self.generator.prompts, self._read_prompt, self._put, allow_special=special, vocabulary=vocabulary
-            )
-        return self._prompt_thread
 
     def take(self, message: Generate | Cancel, prompt: list[int] | None = None) -> Refused | None:
         """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once.
@@ -432,14 +420,21 @@ class GenerationWorker:
         return self.scheduler.is_busy
 
     def watch(self, inbox: queue.Queue[Any]) -> None:
-        """Put into the inbox what comes from others than clients.
+        """Start the threads that put messages into the inbox, beside those of clients.
 
-        It is an error if the engine has processes of its own and one of them ends, so that this one ends, too. And it is each
-        prompt with pictures, and each long one, when a thread has read it while the running answers went on."""
+        One thread reads the prompts with pictures, and the long ones, while the running answers go on. If the engine has
+        processes of its own, another thread puts in an error when one of them ends, so that this process ends, too."""
         engine = self.generator.text_engine
         if engine is not None:
             threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
-        self._put = inbox.put
+        self._prompt_thread = start_prompt_thread(
+            self.generator.prompts,
+            self._read_prompt,
+            inbox.put,
+            self.scheduler.is_reading,
+            allow_special=self.request.allow_special,
+            vocabulary=self.generator.vocabulary,
+        )
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(

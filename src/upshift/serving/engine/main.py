@@ -146,8 +146,10 @@ def _read_requests(inbox: queue.Queue[Any]) -> None:
 
 
 def _write_messages(output: TextIO, messages: list[Value], start: float, known_modules: set[str]) -> None:
-    """Write messages to the server. Add the seconds of importing since ``start``, and the number of modules beside
-    ``known_modules``, to the Ready message. After it, name all modules."""
+    """Write messages to the server.
+
+    Two fields of the Ready message are added here: the seconds of importing since ``start``, and the number of modules that were
+    imported after ``known_modules``. An Imported message with the names of all modules follows it."""
     if not messages:
         return
     lines = []

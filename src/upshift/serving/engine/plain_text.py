@@ -13,19 +13,21 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
 
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # of a message, that people, tools or the model write
+# The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 
-Read = Callable[[list[dict[str, Any]]], list[int]]  # returns the token ids of a chat
+Read = Callable[[list[dict[str, Any]], Any], list[int]]  # returns the token ids of a chat with its tools
 
 
-def read_as_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, read: Read) -> list[int]:
-    """Return the token ids of a chat in which control tokens in messages are plain text.
+def read_as_text(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any, read: Read) -> list[int]:
+    """Return the token ids of a chat in which control tokens in messages and in ``tools`` are plain text.
 
-    Raise RequestError if the tokenizer has too few other control tokens to stand in for them."""
+    ``tools`` has the descriptions and schemas of tools as ``read`` takes them, or None. Raise RequestError if the tokenizer has
+    too few other control tokens to stand in for those in the texts."""
     chat = [dict(message) for message in messages]
     control_ids = find_control_ids(tokenizer)
     if not control_ids:
-        return read(chat)
+        return read(chat, tools)
     pattern = re.compile("|".join(map(re.escape, sorted(control_ids, key=len, reverse=True))))
     typed: list[str] = []
 
@@ -35,19 +37,24 @@ def read_as_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, read: Re
 
     for message in chat:
         _change_texts(message, find)
+    _change_values(tools, find)
     if not typed:
-        return read(chat)
+        return read(chat, tools)
     if has_media(chat):  # the inputs beside its tokens, such as their kinds, are for as many tokens
         raise RequestError(f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out")
-    written_ids = set(read(chat))
+    written_ids = set(read(chat, tools))
     unused = [token for token, id in control_ids.items() if id not in written_ids]
     kinds = list(dict.fromkeys(typed))
     if len(unused) < len(kinds):
         raise RequestError(f"a message has the text {kinds[-1]}, which is a control token of the model; leave it out")
     stand_ins = dict(zip(kinds, unused, strict=False))
-    changed = [_change_texts(message, lambda text: pattern.sub(lambda match: stand_ins[match[0]], text)) for message in chat]
+
+    def replace(text: str) -> str:
+        return pattern.sub(lambda match: stand_ins[match[0]], text)
+
+    changed = [_change_texts(message, replace) for message in chat]
     plain_ids = {control_ids[stand_ins[token]]: _encode_as_text(tokenizer, token, set(control_ids.values())) for token in kinds}
-    return [id for token in read(changed) for id in plain_ids.get(token, [token])]
+    return [id for token in read(changed, _change_values(tools, replace)) for id in plain_ids.get(token, [token])]
 
 
 def find_control_ids(tokenizer: Any) -> dict[str, int]:
@@ -58,7 +65,7 @@ def find_control_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _change_texts(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return a message with all its texts changed, and those in the arguments of its calls."""
+    """Return a message with all its texts changed, and those in the arguments and the ids of its calls."""
     changed = {
         name: change(value) if name in TEXT_FIELDS and isinstance(value, str) else value for name, value in message.items()
     }
@@ -72,7 +79,11 @@ def _change_texts(message: dict[str, Any], change: Callable[[str], str]) -> dict
 def _change_call(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     arguments = json.loads(call["function"]["arguments"] or "{}")
     changed = json.dumps(_change_values(arguments, change), ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": changed}}
+    return _change_id(call, change) | {"function": {**call["function"], "arguments": changed}}
+
+
+def _change_id(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    return call | {"id": change(call["id"])} if isinstance(call.get("id"), str) else call
 
 
 def _change_values(value: Any, change: Callable[[str], str]) -> Any:

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,6 +42,23 @@ CHARACTERS_PER_MESSAGE = 2**15
 LONG_CHARACTERS = 2**15  # of a prompt: a tokenizer reads 1.3 MB of text in a second, which is 25 ms
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise RuntimeError in place of an error that is no Exception: a panic of the tokenizer's Rust code.
+
+    Such a panic would end the engine, with the requests of others."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the class of panics can be imported from nowhere
+        raise _as_exception(error) from error
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
 class PromptReader:
     """Turn prompts into token ids by a tokenizer and its chat template. Two threads need a reader each, with its own tokenizer.
 
@@ -66,6 +84,10 @@ class PromptReader:
 
     def read(self, prompt: Any, tools: str | None, template: TemplateOptions) -> list[int]:
         """Return the token ids of a text or a chat. Raise RequestError for a prompt that is not possible."""
+        with panics_as_errors():
+            return self._read(prompt, tools, template)
+
+    def _read(self, prompt: Any, tools: str | None, template: TemplateOptions) -> list[int]:
         if isinstance(prompt, str):
             return self._prompts.tokenize([prompt])[0]
         tokenizer = self._prompts.tokenizer
@@ -76,13 +98,14 @@ class PromptReader:
         messages = template_reasoning(prompt, form)
         has_parts = self.template.takes_parts or has_media(messages)
 
-        def read(chat: list[dict[str, Any]]) -> list[int]:
+        def read(chat: list[dict[str, Any]], offered: Any) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
-            if tools is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
+            if offered is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
                 return self._prompts.tokenize([chat])[0]
-            return self.template.tokenize(chat, None if tools is None else json.loads(tools), variables, ending=template.ending)
+            return self.template.tokenize(chat, offered, variables, ending=template.ending)
 
-        return read(messages) if self._allow_special else read_as_text(messages, tokenizer, read)
+        offered = None if tools is None else json.loads(tools)
+        return read(messages, offered) if self._allow_special else read_as_text(messages, offered, tokenizer, read)
 
 
 def token_replies(
@@ -93,18 +116,28 @@ def token_replies(
 ) -> list[Value]:
     """Return the messages that answer a request, or its refusal. ``read_chat`` returns the token ids of a chat."""
     try:
-        if isinstance(request, DescribeTokenizer):
-            return _text_replies(request.id, json.dumps(describe_tokenizer(tokenizer)))
-        if isinstance(request, Detokenize):
-            check_token_ids(request.tokens, vocabulary)
-            return _text_replies(request.id, tokenizer.decode(list(request.tokens), skip_special_tokens=False))
-        if isinstance(request.prompt, str):
-            ids: Sequence[int] = tokenizer(request.prompt, add_special_tokens=request.add_special_tokens).input_ids
-        else:
-            ids = read_chat(request)
-        texts = tokenizer.convert_ids_to_tokens(ids) if request.with_texts else []
+        with panics_as_errors():
+            return _token_replies(request, tokenizer, read_chat, vocabulary)
     except Exception as error:  # from the tokenizer, or from its template, at this request
         return [Refused.from_error(request.id, error)]
+
+
+def _token_replies(
+    request: Tokenize | Detokenize | DescribeTokenizer,
+    tokenizer: Any,
+    read_chat: Callable[[Tokenize], list[int]],
+    vocabulary: int | None,
+) -> list[Value]:
+    if isinstance(request, DescribeTokenizer):
+        return _text_replies(request.id, json.dumps(describe_tokenizer(tokenizer)))
+    if isinstance(request, Detokenize):
+        check_token_ids(request.tokens, vocabulary)
+        return _text_replies(request.id, tokenizer.decode(list(request.tokens), skip_special_tokens=False))
+    if isinstance(request.prompt, str):
+        ids: Sequence[int] = tokenizer(request.prompt, add_special_tokens=request.add_special_tokens).input_ids
+    else:
+        ids = read_chat(request)
+    texts = tokenizer.convert_ids_to_tokens(ids) if request.with_texts else []
     return [
         Tokens(id=request.id, ids=tuple(ids[start:end]), texts=tuple(texts[start:end]), last=end >= len(ids))
         for start, end in _spans(len(ids), TOKENS_PER_MESSAGE)
@@ -180,7 +213,7 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 class ReadPrompt(NamedTuple):
-    """A request whose prompt was read in ``seconds``: the token ids, the error of reading them, or the answer to the request."""
+    """A request whose prompt was read in ``seconds``. ``read`` has the token ids, the answer to the request, or an error."""
 
     request: Generate | Tokenize
     read: list[Any] | Exception
@@ -188,12 +221,21 @@ class ReadPrompt(NamedTuple):
 
 
 class PromptThread:
-    """Reads prompts in a thread, one after the other, while the engine computes the running answers."""
+    """Reads prompts in a thread, one after the other, while the engine computes the running answers.
 
-    def __init__(self, read: Callable[[Generate | Tokenize], list[Any]], put: Callable[[ReadPrompt], None]) -> None:
-        """``read`` returns the token ids of a prompt, or the messages that answer a request. ``put`` takes each read prompt."""
+    Every wanted request gets an answer, whatever ends its reading."""
+
+    def __init__(
+        self,
+        read: Callable[[Generate | Tokenize], list[Any]],
+        put: Callable[[ReadPrompt], None],
+        is_wanted: Callable[[int], bool],
+    ) -> None:
+        """``read`` returns the token ids of a prompt, or the messages that answer a request. ``put`` takes each read prompt.
+        ``is_wanted`` says whether the client of a request, by its id, still waits. The thread calls all three."""
         self._read = read
         self._put = put
+        self._is_wanted = is_wanted
         self._requests: queue.SimpleQueue[Generate | Tokenize] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="prompts", daemon=True).start()
 
@@ -204,12 +246,14 @@ class PromptThread:
     def _run(self) -> None:
         while True:
             request = self._requests.get()
+            if not self._is_wanted(request.id):
+                continue
             start = time.perf_counter()
             read: list[Any] | Exception
             try:
                 read = self._read(request)
-            except Exception as error:  # from the request's own pictures or texts
-                read = error
+            except BaseException as error:  # of any type: without an answer, this client and those behind it wait for ever
+                read = _as_exception(error)
             self._put(ReadPrompt(request, read, time.perf_counter() - start))
 
 
@@ -217,13 +261,15 @@ def start_prompt_thread(
     prompts: Prompts,
     read: Callable[[Generate | Tokenize, PromptReader], list[int]],
     put: Callable[[ReadPrompt], None],
+    is_wanted: Callable[[int], bool],
     *,
     allow_special: bool,
     vocabulary: int | None,
 ) -> PromptThread:
     """Start a thread that reads prompts with a tokenizer of its own, because two threads may not use one.
 
-    ``read`` returns the token ids of a request's prompt by a reader. ``put`` takes each read prompt."""
+    The copy of a tokenizer with 150,000 tokens takes 0.3 s, so call this before the engine has requests. ``read`` returns the
+    token ids of a request's prompt by a reader. ``put`` and ``is_wanted`` are those of ``PromptThread``."""
     prompts = copy(prompts)
     prompts.tokenizer = deepcopy(prompts.tokenizer)
     reader = PromptReader(prompts, allow_special=allow_special)
@@ -233,7 +279,7 @@ def start_prompt_thread(
             return token_replies(request, prompts.tokenizer, lambda chat: read(chat, reader), vocabulary)
         return read(request, reader)
 
-    return PromptThread(answer, put)
+    return PromptThread(answer, put, is_wanted)
 
 
 def takes_long(request: Generate | Tokenize) -> bool:

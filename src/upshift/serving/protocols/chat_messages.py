@@ -8,7 +8,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from upshift.errors import RequestError
@@ -21,7 +21,8 @@ DATA_URL = "^data:image/[A-Za-z0-9.+-]+;base64,"
 FILE_URL = "^file:/{3}"
 MAX_TOOLS = 128
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-ToolName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+TOOL_NAME = "^[a-zA-Z0-9_-]{1,64}$"
+ToolName = Annotated[str, StringConstraints(pattern=TOOL_NAME)]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
 MESSAGE_SCHEMA: dict[str, Any] = {
@@ -40,7 +41,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         },
         {
             "if": {"properties": {"role": {"const": "function"}}},
-            "then": {"required": ["name"], "properties": {"name": {"type": "string"}}},
+            "then": {"required": ["name"], "properties": {"name": {"type": "string", "pattern": TOOL_NAME}}},
         },
         {
             "if": {"properties": {"role": {"const": "tool"}}},
@@ -194,7 +195,11 @@ class Message(Body):
 
     role: Role
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
-    name: str | None = Field(None, description="of the function whose result this is; of others, chat templates have no place")
+    name: str | None = Field(
+        None,
+        description="the function whose result this is, in a message of the role function; "
+        "in other messages, taken and not used: chat templates have no place for it",
+    )
     refusal: str | None = Field(None, description="of an answer of OpenAI's, in place of its content")
     annotations: Annotated[list[Any], Field(max_length=0)] = []
     id: str | None = Field(None, description=NOT_KEPT)
@@ -208,6 +213,16 @@ class Message(Body):
     tool_calls: list[MessageCall] = []
     tool_call_id: str | None = Field(None, description="of the call whose result a message of the role tool is")
     function_call: CalledFunction | None = Field(None, description="the older form of tool_calls")
+
+    @field_validator("name")
+    @classmethod
+    def _check_function_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        """Raise an error if the name of a function, which chat templates write into the prompt, is no name of a tool."""
+        if info.data.get("role") == "function" and name is not None and not re.fullmatch(TOOL_NAME, name):
+            raise PydanticCustomError(
+                "no_tool_name", "the name of a function has 1 to 64 letters, digits, _ or -; give the name of the function called"
+            )
+        return name
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:

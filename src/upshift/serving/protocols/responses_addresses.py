@@ -11,17 +11,21 @@ from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from upshift.serving.engine_process import RequestRefused
+from upshift.serving.messages import Refused
 from upshift.serving.openai_requests import ChatRequest
 from upshift.serving.openai_responses import Usage
 from upshift.serving.protocols.responses_answers import ResponseAnswer
 from upshift.serving.protocols.responses_requests import Included, Item, ItemReference, ResponsesPrompt, ResponsesRequest
-from upshift.serving.protocols.responses_store import ResponseStore, StoredResponse, describe_inputs
+from upshift.serving.protocols.responses_store import Inputs, ResponseStore, StoredResponse, describe_inputs
 from upshift.serving.refusals import FAULT, refusal_of
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/responses"
 PAGE_LIMIT = 100  # items of a page at most; OpenAI's
 DEFAULT_LIMIT = 20  # likewise
+MAX_BACKGROUND = 256  # answers in the background at once, also those whose model is still being loaded
+RETRY_SECONDS = 1.0  # one of them may end at any time
 
 
 class ChatServer(Protocol):
@@ -54,10 +58,12 @@ class ResponsesAddresses:
     async def respond(self, request: ResponsesRequest) -> Response:
         self._server.check_model(request.model)
         request.check()
+        if request.background:
+            self._check_background()
         earlier, items = self._read_items(request)
         chat = request.to_chat([*([] if earlier is None else earlier.items), *items])
         answer = ResponseAnswer(request, chat)
-        inputs = describe_inputs(items, earlier) if request.store else []
+        inputs = describe_inputs(items, earlier) if request.store else Inputs()
 
         def keep(usage: Usage) -> None:
             if request.store:
@@ -75,8 +81,14 @@ class ResponsesAddresses:
         await asyncio.sleep(0)  # the task begins, so that whoever cancels it finds its answer cancelled
         return JSONResponse(body)
 
+    def _check_background(self) -> None:
+        """Raise RequestRefused with status 429 if no more answers may be computed in the background."""
+        if len(self._tasks) >= MAX_BACKGROUND or self._store.is_full:
+            reason = f"{len(self._tasks):,} answers are computed in the background already; try again later"
+            raise RequestRefused(Refused(id=0, status=429, why=reason, retry_after=RETRY_SECONDS))
+
     async def _answer_in_background(
-        self, answer: ResponseAnswer, chat: ChatRequest, inputs: list[dict[str, Any]], keep: Callable[[Usage], None]
+        self, answer: ResponseAnswer, chat: ChatRequest, inputs: Inputs, keep: Callable[[Usage], None]
     ) -> None:
         answer.status = "in_progress"
         self._store.add(answer.body(None), inputs)
@@ -106,7 +118,7 @@ class ResponsesAddresses:
         return {"object": "response.input_tokens", "input_tokens": await self._server.count_prompt(chat)}
 
     def response(self, id: str, stream: bool = False, include: Annotated[tuple[Included, ...], Query()] = ()) -> dict[str, Any]:
-        """Return a response. What ``include`` names is in it if the request for the answer asked for it."""
+        """Return a kept response. ``include`` changes nothing: the request for the answer decided what the response has."""
         found = self._find(id)
         if stream:
             raise HTTPException(400, "a response that is kept comes as a whole; leave stream out")
@@ -139,7 +151,7 @@ class ResponsesAddresses:
         include: Annotated[tuple[Included, ...], Query()] = (),
     ) -> dict[str, Any]:
         """Return a page of the items that a response was computed from."""
-        inputs = self._find(id).inputs
+        inputs = self._find(id).inputs.items
         items = inputs if order == "asc" else inputs[::-1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
@@ -154,9 +166,9 @@ class ResponsesAddresses:
 
         An item of the response that is continued is not repeated."""
         earlier = None if request.previous_response_id is None else self._find(request.previous_response_id)
-        if earlier is not None and earlier.body["status"] in ("queued", "in_progress"):
+        if earlier is not None and earlier.is_unfinished:
             raise HTTPException(400, f"the response {earlier.body['id']!r} is still computed; wait until it is complete")
-        known = set() if earlier is None else {item["id"] for item in (*earlier.inputs, *earlier.body["output"])}
+        known = set() if earlier is None else {item["id"] for item in earlier.conversation}
         items: list[Item] = []
         for item in request.own_items():
             if not isinstance(item, ItemReference):

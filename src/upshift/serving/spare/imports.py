@@ -11,7 +11,9 @@ from upshift.importing import importing
 
 
 def imported_modules() -> tuple[str, ...]:
-    """Return the names of the modules that this process has imported, in their order, as far as they can be imported by name."""
+    """Return the names of the modules that this process has imported, in the order of their import.
+
+    A module that cannot be imported under its name is left out."""
     found = ((name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items()))
     return tuple(name for name, spec in found if spec is not None and spec.name == name and name != "__main__")
 

@@ -6,19 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
 
 from upshift import parent_process
+from upshift.hardware.cgroup import read_limits
 from upshift.serving.messages import FROM_ENGINE, MAX_LINE_BYTES, EngineRequest, SpareReady
 from upshift.units import format_bytes
 
 logger = logging.getLogger(__name__)
-MIN_FREE_BYTES = 2 * 2**30  # of the machine's memory, so that a spare process leaves enough for requests
-PAUSE_SECONDS = 10.0  # in which the engine has had nothing to do: the imports then disturb no answer
-LONGEST_WAIT = 60.0  # seconds for such a pause
+MIN_FREE_BYTES = 2 * 2**30  # of the memory that this process may use, so that a spare process leaves enough for requests
+PAUSE_SECONDS = 10.0  # the imports slow answers down, so they begin when the engine has been idle for this long
+LONGEST_WAIT = 60.0  # seconds after which the imports begin without such a pause
+MAX_STARTS = 3  # of spare processes that end while they wait, for one process of the engine
 POLL_SECONDS = 0.5
 
 
@@ -52,9 +53,9 @@ class SpareProcess:
         self._task: asyncio.Task[None] | None = None
 
     def prepare(self, request: EngineRequest) -> None:
-        """Begin to start a process, unless there is one. It imports the modules of the request."""
-        if self._task is None and self._process is None:
-            self._task = asyncio.create_task(self._prepare(request))
+        """Begin to keep a process, unless one is kept. It imports the modules of the request."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._keep(request))
 
     async def take(self) -> asyncio.subprocess.Process | None:
         """Return the process, which the engine may now start with. It may still import. None: there is none."""
@@ -72,21 +73,52 @@ class SpareProcess:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _prepare(self, request: EngineRequest) -> None:
+    async def _keep(self, request: EngineRequest) -> None:
+        """Start a process, and start another one if it ends while it waits."""
+        for _ in range(MAX_STARTS):
+            await self._wait_for_pause()
+            free_bytes = free_memory_bytes()
+            if free_bytes < MIN_FREE_BYTES:
+                logger.info("no spare process for %s: only %s of memory are free", request.model, format_bytes(free_bytes))
+                return
+            try:
+                process = await open_engine_process()
+            except OSError as error:  # such as too many processes, or open files
+                logger.warning("no spare process for %s: it could not be started (%s)", request.model, error)
+                return
+            self._process = process
+            await self._wait_for_end(process, request)
+            self._process = None
+            self.resident_bytes = 0
+            logger.warning("the spare process for %s ended while it waited (exit code %s)", request.model, process.returncode)
+        logger.warning("no spare process for %s: %d of them ended while they waited", request.model, MAX_STARTS)
+
+    async def _wait_for_pause(self) -> None:
         last_busy = time.monotonic()
         deadline = last_busy + LONGEST_WAIT
         while (now := time.monotonic()) < min(last_busy + PAUSE_SECONDS, deadline):
             await asyncio.sleep(POLL_SECONDS)
             last_busy = now if self._is_busy() else last_busy
-        free_bytes = psutil.virtual_memory().available
-        if free_bytes < MIN_FREE_BYTES:
-            logger.info("no spare process for %s: only %s of memory are free", request.model, format_bytes(free_bytes))
-            return
-        process = self._process = await open_engine_process()
+
+    async def _wait_for_end(self, process: asyncio.subprocess.Process, request: EngineRequest) -> None:
+        """Send a new process its request, and return when the process has ended. Kill it if its answer is not understood."""
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(request.to_json().encode() + b"\n")
-        with suppress(ValidationError, ConnectionError):  # a process that ended: the engine starts with another one
+        try:
             message = FROM_ENGINE.validate_json(await process.stdout.readline())
-            if isinstance(message, SpareReady):
-                self.resident_bytes = message.resident_bytes
-                logger.info("a spare process for %s waits, with %s", request.model, format_bytes(message.resident_bytes))
+        except (ValueError, ConnectionError):  # also without an answer, if the process has ended
+            message = None
+        if isinstance(message, SpareReady):
+            self.resident_bytes = message.resident_bytes
+            logger.info("a spare process for %s waits, with %s", request.model, format_bytes(message.resident_bytes))
+            await process.wait()
+        else:
+            self._process = None
+            await kill_process(process)
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes of memory that are free for this process: on the machine, and within the limit of its container."""
+    available = int(psutil.virtual_memory().available)
+    limit = read_limits(Path("/")).free_memory_bytes
+    return available if limit is None else min(available, limit)
