@@ -83,8 +83,7 @@ TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two 
 NEW = 14
 BUILT = pytest.mark.skipif(not registry.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
 RUN = [(engine, kind) for engine in ("torch", "openvino") for kind in CONFIGS] + [
-    pytest.param("llamacpp", kind, marks=BUILT)
-    for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
+    pytest.param("llamacpp", kind, marks=BUILT) for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
 ]
 
 

@@ -258,7 +258,9 @@ def test_the_503_of_an_engine_that_starts_again_says_when_it_will_be_ready(resta
     """As long as the last restart took, or the first start without its race."""
     engine = EngineProcess(EngineRequest(model="m"))
     seconds = {"importing": 4.0, "racing and loading": 60.0, "proving": 2.0}
-    engine.ready = Ready(task="generate", setup="s", rows=1, cache_tokens=None, positions=None, resident_bytes=0, seconds=seconds)
+    engine.ready = Ready(
+        task="generate", setup="s", rows=1, cache_tokens=None, positions=None, resident_bytes=0, seconds=seconds
+    )
     engine.state, engine._start_time, engine._restart_seconds = "starting", time.monotonic() - 1.0, restart
 
     async def ask() -> None:
