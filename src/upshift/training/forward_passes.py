@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class ForwardPasses:
-    """Compute micro-batches without gradients, or halves of them from the first time on that memory runs out.
+    """Compute micro-batches without gradients. If memory runs out, halve them, and use the smaller ones from then on.
 
-    Training keeps its own micro-batches. ``catch_up`` is that of the training step, where ranks gather weights for each other.
-    Without it, ranks that exchange tensors in a pass cannot repeat it.
+    The micro-batches of training stay as they are. ``catch_up`` belongs to the training step. It is None if ranks gather no weights
+    for each other. Ranks that exchange tensors in a pass cannot repeat it without ``catch_up``.
     """
 
     def __init__(
@@ -87,7 +87,11 @@ class ForwardPasses:
     def _compute(self, part: MicroBatch, compute: Callable[[MicroBatch], Result], *, last: bool) -> Result:
         if self._catch_up is None:
             return compute(part)
-        return self._catch_up.run(part, compute, last=last)
+        result = self._catch_up.run(part, compute, last=last)
+        if self.plan.layout.fully_shard == "weights":
+            # fully_shard keeps the weights outside of the layers. A second try begins without them, so each first try has to.
+            reshard_weights(self.model)
+        return result
 
     def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
         can_repeat = self._catch_up is not None or not self.plan.layout.exchanges
