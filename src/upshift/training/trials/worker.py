@@ -149,12 +149,21 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     if mesh.rank == 0:
         send_partial(complete(unfinished_result()))
     seed_rng(request.seed, 0, mesh.rank // plan.layout.tensor_parallel)
-    clips = request.clips_gradients and not plan.optimizer_in_backward
-    arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
-    train_step = TrainStep(model, mesh, arguments, on_halved=_raise_does_not_fit)
+    train_step = TrainStep(model, mesh, _arguments_of(request), on_halved=_raise_does_not_fit)
     reset_held_peak(plan)  # loading has its own prediction
     trial = Trial(train_step, batches, request, lambda rough: send_partial(complete(rough)))
     return complete(trial.run())
+
+
+def _arguments_of(request: TrialRequest) -> Arguments:
+    """Return the arguments of a run with the same work in each step."""
+    clips = request.clips_gradients and not request.plan.optimizer_in_backward
+    return Arguments(
+        max_steps=1000,
+        seed=request.seed,
+        max_grad_norm=1.0 if clips else 0.0,
+        kto_loss="kto" if request.has_kl_pass else "apo_zero_unpaired",
+    )
 
 
 def _raise_does_not_fit(largest: Shape, smaller: Shape, message: str) -> None:
