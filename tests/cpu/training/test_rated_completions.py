@@ -35,7 +35,7 @@ from upshift.training.batches.objective import Objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
 from upshift.training.data import data_files
 from upshift.training.data.data_options import DataOptions
-from upshift.training.data.dataset import TrainingData, prepare_data
+from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.data.tokens import find_partners
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
@@ -178,9 +178,8 @@ class TrialAsked(Exception):
     """Ends a run where its trials would begin."""
 
 
-@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
-    loss: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[TrialRequest] = []
 
@@ -193,7 +192,7 @@ def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
     with pytest.raises(TrialAsked):
         run.train(
             home / "model", home / "rows", output=tmp_path / "out", objective="kto", sequence_length=LENGTH, global_batch=4,
-            fixed=fixed, trial_seconds=5.0, arguments={"max_steps": 2, "kto_loss": loss},
+            fixed=fixed, trial_seconds=5.0, arguments={"max_steps": 2, "kto_loss": "apo_zero_unpaired"},
         )  # fmt: skip
     computed: list[int] = []
     sum_log_ratios = step_module.sum_log_ratios
@@ -204,12 +203,16 @@ def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
 
     for module in (step_module, evaluate):
         monkeypatch.setattr(module, "sum_log_ratios", count)
-    path = tmp_path / "request.json"
-    path.write_text(requests[0].changed(seconds=0.1).to_json())
-    answers: list[TrialResult] = []
-    worker.main(path, answers.append)
-    assert answers[-1].failure is None and answers[-1].tokens_per_second
-    assert bool(computed) == (loss == "kto")
+    save_data(data, tmp_path / "stored")
+    without = requests[0].changed(seconds=0.1, data=str(tmp_path / "stored"))
+    for request in (without, without.changed(has_kl_pass=True)):
+        assert not computed
+        path = tmp_path / "request.json"
+        path.write_text(request.to_json())
+        answers: list[TrialResult] = []
+        worker.main(path, answers.append)
+        assert answers[-1].failure is None and answers[-1].tokens_per_second
+    assert computed
 
 
 def test_other_ratings_are_other_data(home: Path, data: TrainingData, tmp_path: Path) -> None:
