@@ -203,6 +203,7 @@ def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
 
     for module in (step_module, evaluate):
         monkeypatch.setattr(module, "sum_log_ratios", count)
+    (tmp_path / "stored").mkdir()
     save_data(data, tmp_path / "stored")
     without = requests[0].changed(seconds=0.1, data=str(tmp_path / "stored"))
     for request in (without, without.changed(has_kl_pass=True)):
