@@ -39,9 +39,10 @@ from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.data.tokens import find_partners
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
-from upshift.training.loop.events import Evaluated, Event, Referenced, StepDone
+from upshift.training.loop.events import Evaluated, Event, OutOfMemory, Referenced, StepDone
 from upshift.training.loop.state import Run
-from upshift.training.out_of_memory import halve, stand_in
+from upshift.training.out_of_memory import Autopsy, halve, stand_in
+from upshift.training.preferences import reference_model
 from upshift.training.preferences.preference_loss import PreferenceLoss, RatingSettings, kl_term
 from upshift.training.prepare import prepare_model
 from upshift.training.step import TrainStep
@@ -172,6 +173,42 @@ def test_only_a_loss_with_a_kl_term_reports_one(loss: str, home: Path, data: Tra
     assert ("KL" in run_display._held_out_text(done)) == (loss == "kto")
     assert ("kl" in trackers._reward_logs(step.reward_accuracy, step.reward_margin, step.kl)) == (loss == "kto")
     assert all(event.reward_accuracy is not None for event in (*steps, *evaluations))
+
+
+@pytest.mark.parametrize(
+    ("failed", "module", "name", "step"),
+    [
+        ("reference", reference_model, "compute_log_probabilities", 1),
+        ("KL pass", evaluate, "sum_log_ratios", 1),
+        ("evaluation", evaluate, "compute_loss", 2),
+        ("step", step_module, "compute_loss", 1),
+    ],
+)
+def test_out_of_memory_is_reported_of_the_pass_in_which_it_happened(
+    failed: str, module: Any, name: str, step: int, home: Path, data: TrainingData, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The allocator refuses four rows at once. Gradients exist in a step alone."""
+    compute = getattr(module, name)
+
+    def refuse(model: Any, plan: Plan, micro_batch: Any, *others: Any) -> Any:
+        if micro_batch.shape[0] > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return compute(model, plan, micro_batch, *others)
+
+    monkeypatch.setattr(module, name, refuse)
+    events: list[Event] = []
+    run_job(a_job(home, tmp_path / "out", arguments={"max_steps": 2, "eval_steps": 2}), data, on_event=events.append)
+    (told,) = [event for event in events if isinstance(event, OutOfMemory)]
+    assert (told.failed, told.step, told.largest[0], told.smaller[0]) == (failed, step, 4, 2)
+    autopsy = Autopsy.from_json(Path(told.autopsy).read_text())
+    assert (autopsy.failed, autopsy.step) == (failed, step)
+    (gradients,) = [part.measured_gib for part in autopsy.parts if part.part == "gradients"]
+    assert (gradients > 0) == (failed == "step")
+    text = run_display._out_of_memory_text(told)
+    assert ("training keeps its micro-batches" in text) == (failed != "step") == ("the same gradients" not in text)
+    subjects = {"KL pass": "the KL pass of step 1", "evaluation": "the held-out data after step 2", "step": "step 1"}
+    assert text.startswith(subjects.get(failed, "the pass of the model before the training") + " ran out of memory")
 
 
 class TrialAsked(Exception):

@@ -103,8 +103,8 @@ class PreferenceLoss:
         self.ratings = ratings or RatingSettings()
         self.kl = torch.zeros(())
         self.mean_tokens = 1.0
-        # In this order: the numbers of chosen (or good) and of rejected (or bad) answers, of pairs or rated answers, and of correct
-        # ones; the rewards of chosen and of rejected answers; the number of answers with a KL term, and the sum of these terms.
+        # In this order: the numbers of chosen (or good) and of rejected (or bad) answers, of pairs or rated answers, and of the
+        # correct ones; the rewards of chosen and of rejected answers; the number of answers with a KL term, and the terms' sum.
         self._sums: torch.Tensor | None = None
 
     @classmethod

@@ -48,10 +48,10 @@ from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequenc
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
-from upshift.training.forward_passes import ForwardPasses, Shape
+from upshift.training.forward_passes import ForwardPasses
 from upshift.training.held_memory import held_bytes, held_peak_bytes, limited_memory, reset_held_peak
 from upshift.training.job.processes import TOKENIZER_NAME
-from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.out_of_memory import Halved, is_out_of_memory
 from upshift.training.prepare import (
     chunked_loss,
     compile_layers,
@@ -166,9 +166,9 @@ def _arguments_of(request: TrialRequest) -> Arguments:
     )
 
 
-def _raise_does_not_fit(largest: Shape, smaller: Shape, message: str) -> None:
+def _raise_does_not_fit(halved: Halved) -> None:
     """Raise MemoryError, because the plan's micro-batches do not fit. A run would go on with smaller ones."""
-    raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {message}")
+    raise MemoryError(f"a micro-batch of {' x '.join(map(str, halved.largest))} tokens does not fit: {halved.message}")
 
 
 def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Batches:
