@@ -94,6 +94,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
     has_all_columns = columns == slice(None)
     cut = {name: array[rows] if has_all_columns else array[rows, columns] for name, array in micro_batch.arrays.items()}
     reference = None if micro_batch.reference is None else micro_batch.reference[rows]
+    label_counts = None if micro_batch.label_counts is None else micro_batch.label_counts[:, rows]
     margins = None
     if micro_batch.margins is not None:
         margins = np.repeat(micro_batch.margins, 2)[rows][0::2]
@@ -107,6 +108,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
         micro_batch,
         arrays=cut,
         reference=reference,
+        label_counts=label_counts,
         margins=margins,
         ratings=ratings,
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
