@@ -1,6 +1,6 @@
-"""Run passes without gradients: of the held-out data, of the model before the training, and of KTO's mismatched answers.
+"""Run forward passes without gradients: for the held-out loss, the reference of preferences, and KTO's KL term.
 
-If memory runs out, the micro-batches are halved and the pass is repeated, as a training step is.
+If memory runs out, the micro-batches are halved, and the pass is repeated like a training step.
 """
 
 from __future__ import annotations

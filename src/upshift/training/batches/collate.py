@@ -43,7 +43,7 @@ class MicroBatch:
     # Of pairs for a reward model: by how much the reward of the chosen answer should be larger than that of the rejected one
     # [rows / 2].
     margins: NDArray[np.float32] | None = None
-    # Whether the answer in row 2 i is a good one [rows / 2], where answers are rated one by one. Row 2 i + 1 is mismatched.
+    # Of rated answers: whether the answer in row 2 i is good [rows / 2]. Row 2 i + 1 has its prompt with another row's answer.
     ratings: NDArray[np.bool_] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
     row_tokens: int | None = None  # of a row of an encoder-decoder, both sides together; None: those of input_ids

@@ -125,9 +125,10 @@ class PreferenceLoss:
             log_probabilities: of the labels of each row [rows], by the trained model.
             reference: the same by the model before the training. NaN: unknown, as in trials, which then compute the loss and the
                 gradient of a run's first step.
-            num_tokens: the labels of each row, and those without the first token of the row [2, rows].
-            counts: whether the rewards of these pairs are added up. Pairs that do not count are stand-ins: the reference is of
-                other tokens than theirs.
+            num_tokens: the number of labels of each row, and how many of them the model predicts [2, rows]. It does not predict
+                the first token of a row.
+            counts: whether the rewards of these pairs are added up. It is False for stand-ins, which only keep ranks in step.
+                The reference belongs to other tokens than theirs, so it is not used.
         """
         ratios = log_ratios(log_probabilities, reference if counts else torch.full_like(reference, torch.nan))
         num_labels, num_predicted = num_tokens.clamp(min=1)
