@@ -400,7 +400,7 @@ def test_exchanges_hide_behind_what_a_micro_batch_computes(monkeypatch: pytest.M
     workload = Workload(sequence_length=TOKENS, global_batch=12, rows_together=2, clips_gradients=False)
     plan = plan_of(threads_per_process=16, host_memory="keep", num_processes=2, gradient_accumulation_steps=3)
     plan = plan.changed(layout=Layout(fully_shard="gradients", shard_size=2))
-    kinds = ({}, {"has_ratings": True}, {"has_ratings": True, "has_kl_pass": False})
+    kinds: tuple[dict[str, bool], ...] = ({}, {"has_ratings": True}, {"has_ratings": True, "has_kl_pass": False})
     for fields in kinds:
         assert predict_time(PROFILE, trace_of(), plan, workload.changed(**fields), measured_cpus().changed(num_nodes=1))
     pairs, kto, without_kl = seen

@@ -88,11 +88,10 @@ class ForwardPasses:
         return bool(micro_batch.num_label_tokens or self.plan.layout.exchanges)
 
     def _compute(self, part: MicroBatch, compute: Callable[[MicroBatch], Result], *, last: bool) -> Result:
-        if self._catch_up is None:
-            return compute(part)
-        result = self._catch_up.run(part, compute, last=last)
+        result = compute(part) if self._catch_up is None else self._catch_up.run(part, compute, last=last)
         if self.plan.layout.fully_shard == "weights":
-            # fully_shard keeps the weights outside of the layers. A second try begins without them, so each first try has to.
+            # A forward pass leaves the weights outside of the layers whole, and a backward pass would free them. The second try of
+            # a micro-batch begins without them, so the first one has to, or the ranks would gather unequally often.
             reshard_weights(self.model)
         return result
 

@@ -27,7 +27,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult
 from upshift.planning.workload import Workload
 from upshift.record import Record
-from upshift.training import evaluate, run, trackers
+from upshift.training import evaluate, prepare, run, trackers
 from upshift.training import step as step_module
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
@@ -172,7 +172,7 @@ def test_only_a_loss_with_a_kl_term_reports_one(loss: str, home: Path, data: Tra
     done, step = evaluations[0], steps[0]
     assert ("KL" in run_display._held_out_text(done)) == (loss == "kto")
     assert ("kl" in trackers._reward_logs(step.reward_accuracy, step.reward_margin, step.kl)) == (loss == "kto")
-    assert all(event.reward_accuracy is not None for event in (*steps, *evaluations))
+    assert done.reward_accuracy is not None and all(step.reward_accuracy is not None for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
             fixed=fixed, trial_seconds=5.0, arguments={"max_steps": 2, "kto_loss": "apo_zero_unpaired"},
         )  # fmt: skip
     computed: list[int] = []
-    sum_log_ratios = step_module.sum_log_ratios
+    sum_log_ratios = prepare.sum_log_ratios
 
     def count(model: Any, plan: Plan, micro_batch: Any) -> torch.Tensor:
         computed.append(len(micro_batch.ratings))

@@ -144,19 +144,27 @@ class Volumes:
     @property
     def tokens(self) -> float:
         """Return the tokens of one micro-batch on a rank. Tokens with a forward pass alone count half: they go only one way."""
+        return (self.forward_tokens + self.backward_tokens) / 2
+
+    @property
+    def forward_tokens(self) -> float:
+        """Return the tokens of one micro-batch on a rank that have a forward pass."""
+        return self.backward_tokens * (1.0 + self.rows.forward / self.rows.trained)
+
+    @property
+    def backward_tokens(self) -> float:
+        """Return the tokens of one micro-batch on a rank that have a backward pass."""
         plan = self.plan
-        num_rows = plan.per_device_train_batch_size * (self.rows.trained + self.rows.forward / 2)
-        return num_rows * plan.sequence_length / plan.layout.context_parallel
+        return plan.per_device_train_batch_size * self.rows.trained * plan.sequence_length / plan.layout.context_parallel
 
     @property
     def hidden_bytes(self) -> float:
         """Return the bytes of the tokens' hidden states in the dtype of matrix products."""
         return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
 
-    @property
-    def residual_bytes(self) -> float:
-        """Return the bytes of the hidden states between layers. Autocast leaves their sum, and its gradient, in fp32."""
-        return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
+    def residual_bytes(self, tokens: float) -> float:
+        """Return the bytes of the tokens' hidden states between layers. Autocast leaves their sum, and its gradient, in fp32."""
+        return tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
     def tensor(self) -> Iterator[Transfer]:
         """Yield the exchanges of tensor parallelism.
@@ -180,7 +188,8 @@ class Volumes:
             yield Transfer("tensor", "all_reduce", hidden, (SUMS_OF_SHARED_EXPERTS + self.recomputed_share) * shared)
         if layout.sequence_parallel:
             yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
-            yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
+            states = self.residual_bytes(self.tokens)
+            yield Transfer("tensor", "all_gather", states, 2.0)  # behind the last layer; backward before the first
         yield from self._embedding_and_head()
 
     def _embedding_and_head(self) -> Iterator[Transfer]:
@@ -188,13 +197,13 @@ class Volumes:
         layout = self.plan.layout
         styles = set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
-            yield Transfer("tensor", "all_reduce", self.residual_bytes)
+            yield Transfer("tensor", "all_reduce", self.residual_bytes(self.forward_tokens))
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
-            yield Transfer("tensor", "all_reduce", self.residual_bytes)  # of the gradient
+            yield Transfer("tensor", "all_reduce", self.residual_bytes(self.backward_tokens))  # of the gradient
             if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
-                yield Transfer("tensor", "all_reduce", self.tokens * STATISTICS)
+                yield Transfer("tensor", "all_reduce", self.forward_tokens * STATISTICS)
             else:
-                logits = self.tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
+                logits = self.forward_tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
                 yield Transfer("tensor", "all_gather", logits)
 
     def context(self) -> Iterator[Transfer]:
