@@ -90,8 +90,8 @@ class ForwardPasses:
     def _compute(self, part: MicroBatch, compute: Callable[[MicroBatch], Result], *, last: bool) -> Result:
         result = compute(part) if self._catch_up is None else self._catch_up.run(part, compute, last=last)
         if self.plan.layout.fully_shard == "weights":
-            # A forward pass leaves the weights outside of the layers whole, and a backward pass would free them. The second try of
-            # a micro-batch begins without them, so the first one has to, or the ranks would gather unequally often.
+            # A forward pass leaves the weights outside of the layers gathered, and a backward pass would free them. A second try
+            # begins without them. So the first one has to begin without them too, or the ranks gather unequally often.
             reshard_weights(self.model)
         return result
 
