@@ -15,6 +15,7 @@ from upshift.planning.cost.communication import (
     ComputeSeconds,
     ExchangeCost,
     RankGroups,
+    RowShares,
     Transfer,
     UnknownLink,
     Volumes,
@@ -34,6 +35,7 @@ ROWWISE = PROFILE.changed(
 TOKENS = 2 * 1024
 STATES = TOKENS * HIDDEN * 2  # bytes of hidden states in bf16; between layers they are in fp32
 BOTH_WAYS = 2 * LAYERS * 2  # behind attention and behind the feed-forward part, forward and backward
+ALL_TRAINED = RowShares()
 HALF = {"activation_checkpointing": LAYERS // 2}
 
 
@@ -240,10 +242,11 @@ def a_byte_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seconds_of(
-    plan: Plan, compute: ComputeSeconds, *, profile: ModelProfile = PROFILE, stage: Stage | None = None
-) -> dict[str, float]:
+    plan: Plan, compute: ComputeSeconds, *, profile: ModelProfile = PROFILE, stage: Stage | None = None,
+    rows: RowShares = ALL_TRAINED,
+) -> dict[str, float]:  # fmt: skip
     host = describe(f"{plan.num_processes}xh100")
-    return ExchangeCost(host, profile, plan, stage or stage_of(profile, plan, 0), compute, Memo()).seconds()
+    return ExchangeCost(host, profile, plan, stage or stage_of(profile, plan, 0), compute, Memo(), rows).seconds()
 
 
 IDLE = ComputeSeconds(0.0, 0.0)
@@ -316,6 +319,34 @@ def test_weights_are_gathered_while_layers_compute(
     assert found == {"gathering weights, reducing gradients": pytest.approx(expected)}
     alone = seconds_of(plan.changed(layout=layout.changed(overlap=False)), ComputeSeconds(seconds, 0.0))
     assert sum(alone.values()) == pytest.approx(sum(seconds_of(plan, IDLE).values()))
+
+
+@pytest.mark.parametrize(("stage", "times"), [("weights", 3), ("gradients", 1)])
+def test_passes_without_gradients_gather_weights_once_more(a_byte_a_second: None, stage: str, times: int) -> None:
+    """KTO's mismatched answers run before those that are trained, and hide only their own gathers."""
+    plan = plan_of(4, Layout(fully_shard=stage, shard_size=4), gradient_accumulation_steps=3)  # type: ignore[arg-type]
+    name = "gathering weights, reducing gradients"
+    both = RowShares(0.5, 0.5)
+    without = RowShares(0.5, 0.0)
+    outside = times * 2.0 * 2 * OUTSIDE
+    for seconds in (0.0, 0.1 * GATHERED / 3, 1e15):
+        trained = ComputeSeconds(1e3, 0.0)
+        compute = ComputeSeconds(trained.total + seconds, 0.0, forward=seconds)
+        shown = seconds_of(plan, compute, rows=both)[name] - seconds_of(plan, trained, rows=without)[name]
+        first = times * GATHERED / LAYERS
+        assert shown == pytest.approx(outside + first + max(times * GATHERED - first - 3 * seconds, 0.0))
+    moved = []
+    for rows in (without, both):
+        volumes = Volumes(PROFILE, plan, stage_of(PROFILE, plan, 0), Memo(), rows)
+        moved.append(sum(transfer.times * transfer.num_bytes for transfer in volumes.step_transfers()))
+    assert moved[1] - moved[0] == pytest.approx(outside + times * GATHERED)
+
+
+def test_rows_with_a_forward_pass_alone_exchange_one_way(a_byte_a_second: None) -> None:
+    plan = plan_of(2, Layout(tensor_parallel=2), gradient_accumulation_steps=4)
+    shares = {RowShares(): 1.0, RowShares(0.5, 0.0): 0.5, RowShares(0.5, 0.5): 0.75}
+    for rows, share in shares.items():
+        assert seconds_of(plan, IDLE, rows=rows) == {"tensor parallel": pytest.approx(share * 4 * BOTH_WAYS * STATES)}
 
 
 def test_gradients_are_summed_while_the_backward_pass_computes(a_byte_a_second: None) -> None:

@@ -13,6 +13,7 @@ from upshift.hardware.spec import Host, Measured, Rates
 from upshift.models.profile import ParameterShape, PassCost, Polynomial, Segment, StackTrace, StepTrace
 from upshift.planning.cost import rates as cost_rates
 from upshift.planning.cost import time as cost_time
+from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost
 from upshift.planning.cost.partition import stage_of
 from upshift.planning.cost.rates import Rates as RankRates
 from upshift.planning.cost.rates import offload_wait_seconds, predict_rates
@@ -384,6 +385,28 @@ def test_a_mismatched_sequence_costs_a_forward_pass(backward: float, share: floa
             seconds[name] = step.terms["matrix products"] + step.terms["memory traffic"]
         assert seconds["kto"] / seconds["pairs"] == pytest.approx(share)
         assert seconds["without kl"] / seconds["pairs"] == pytest.approx(0.5)
+
+
+def test_exchanges_hide_behind_what_a_micro_batch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of KTO: half of its rows forward and backward, and half forward alone, which is a third of that."""
+    seen: list[ComputeSeconds] = []
+
+    class Watched(ExchangeCost):
+        def seconds(self) -> dict[str, float]:
+            seen.append(self.compute)
+            return {}
+
+    monkeypatch.setattr(cost_time, "ExchangeCost", Watched)
+    workload = Workload(sequence_length=TOKENS, global_batch=12, rows_together=2, clips_gradients=False)
+    plan = plan_of(threads_per_process=16, host_memory="keep", num_processes=2, gradient_accumulation_steps=3)
+    plan = plan.changed(layout=Layout(fully_shard="gradients", shard_size=2))
+    kinds: tuple[dict[str, bool], ...] = ({}, {"has_ratings": True}, {"has_ratings": True, "has_kl_pass": False})
+    for fields in kinds:
+        assert predict_time(PROFILE, trace_of(), plan, workload.changed(**fields), measured_cpus().changed(num_nodes=1))
+    pairs, kto, without_kl = seen
+    assert without_kl.total == pytest.approx(pairs.total / 2) and (pairs.forward, without_kl.forward) == (0.0, 0.0)
+    assert kto.total - kto.forward == pytest.approx(without_kl.total) and 0 < kto.forward < kto.total / 2
+    assert kto.backward == pytest.approx(pairs.backward / 2)
 
 
 @pytest.mark.parametrize(("has_adapter", "backward"), [(False, 2.0), (True, 1.0)])

@@ -124,12 +124,7 @@ class RunDisplay:
         if kind == "StepDone":
             self._show_step(event, name)
         elif kind == "OutOfMemory":
-            self._print(
-                f"step {event.step} ran out of memory: {event.verdict}; it goes on with micro-batches of "
-                f"{event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before, and the same "
-                f"gradients; {event.autopsy}",
-                style="yellow",
-            )
+            self._print(_out_of_memory_text(event), style="yellow")
         elif kind == "Doubted":
             self._print(event.words, style="yellow")
         elif kind == "Waited":
@@ -174,6 +169,16 @@ def _rewards_text(accuracy: float | None, margin: float | None, kl: float | None
     return accuracy_text + margin_text + kl_text
 
 
+def _out_of_memory_text(event: Any) -> str:
+    place = _FAILED_PLACES[event.failed].format(step=event.step)
+    sizes = f"micro-batches of {event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before"
+    if event.failed == "step":
+        after = f"it goes on with {sizes}, and the same gradients"
+    else:
+        after = f"passes without gradients go on with {sizes}, and training keeps its micro-batches"
+    return f"{place} ran out of memory: {event.verdict}; {after}; {event.autopsy}"
+
+
 def _held_out_text(event: Any) -> str:
     rewards = _rewards_text(event.reward_accuracy, event.reward_margin, event.kl)
     metrics = "".join(f" · {name} {value:.4f}" for name, value in event.metrics.items())
@@ -192,6 +197,12 @@ def _referenced_text(event: Any) -> str:
     return f"log-probabilities of {event.num_pairs:,} {event.noun} before the training: {format_seconds(event.seconds)}"
 
 
+_FAILED_PLACES = {
+    "step": "step {step}",
+    "evaluation": "the held-out data after step {step}",
+    "reference": "the pass of the model before the training",
+    "KL pass": "the KL pass of step {step}",
+}
 _TEXTS: dict[str, Callable[[Any], str]] = {  # of the events that are printed as one dim line
     "Evaluated": _held_out_text,
     "ReferenceStarted": _reference_started_text,

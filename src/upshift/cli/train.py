@@ -152,7 +152,8 @@ SimpoGamma = Annotated[
 KtoLossOption = Annotated[
     str,
     option(
-        "--kto-loss", text="The loss of --objective kto", panel=Panel.OPTIMIZATION, metavar="NAME", choices=get_args(KtoLoss)
+        "--kto-loss", text="What --objective kto compares rewards with (kto: the KL term; apo_zero_unpaired: 0)",
+        panel=Panel.OPTIMIZATION, metavar="NAME", choices=get_args(KtoLoss),
     ),
 ]  # fmt: skip
 KtoBeta = Annotated[

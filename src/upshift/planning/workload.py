@@ -283,8 +283,13 @@ class Workload(Value):
 
     @property
     def num_trained(self) -> float:
-        """Return the sequences of a step that have a backward pass: KTO trains every second one."""
-        return self.global_batch / (2 if self.has_ratings else 1)
+        """Return the sequences of a step that have a backward pass."""
+        return self.global_batch * self.trained_share
+
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the sequences of a micro-batch that have a backward pass: KTO trains every second one."""
+        return 0.5 if self.has_ratings else 1.0
 
     @property
     def forward_passes(self) -> int:

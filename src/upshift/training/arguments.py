@@ -67,7 +67,9 @@ class Arguments(Value):
     dpo_loss: str = Field("sigmoid", description="of DPO: one or several losses of pairs, such as sigmoid=0.8,sft=0.2")
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=1, description="of DPO: the share of pairs that are wrong")
     simpo_gamma: float = Field(SIMPO_GAMMA, ge=0, description="of the loss simpo: by how much the better reward shall be larger")
-    kto_loss: KtoLoss = Field("kto", description="of KTO: rewards are compared with the KL term, or with 0")
+    kto_loss: KtoLoss = Field(
+        "kto", description="of KTO: kto compares rewards with the KL term, and apo_zero_unpaired compares them with 0"
+    )
     kto_beta: float = Field(BETA, gt=0, description="of KTO: a larger value keeps the model closer to what it was")
     desirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of good completions")
     undesirable_weight: float = Field(1.0, ge=0, description="of KTO: the weight of the loss of bad completions")

@@ -14,6 +14,7 @@ from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
 from upshift.training.forward_passes import ForwardPasses
+from upshift.training.loop.events import FailedPass
 from upshift.training.preferences.preference_loss import PreferenceLoss, kl_term
 from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
@@ -52,17 +53,17 @@ def estimate_held_out_kl(passes: ForwardPasses, batches: Iterable[GlobalBatch]) 
     passes.model.train(False)
     try:
         with chunked_loss(passes.model, passes.plan):
-            return estimate_kl(passes, batches)
+            return estimate_kl(passes, batches, of="evaluation")
     finally:
         passes.model.train()
 
 
-def estimate_kl(passes: ForwardPasses, batches: Iterable[GlobalBatch]) -> torch.Tensor:
+def estimate_kl(passes: ForwardPasses, batches: Iterable[GlobalBatch], *, of: FailedPass) -> torch.Tensor:
     """Return KTO's KL term over global batches of all ranks, so that no division into micro-batches changes the loss."""
     model, plan = passes.model, passes.plan
     sums = torch.zeros(2, dtype=torch.float64, device=plan.device)
     for batch in batches:
-        for part in passes.run(batch.micro_batches, lambda micro_batch: sum_log_ratios(model, plan, micro_batch)):
+        for part in passes.run(batch.micro_batches, lambda micro_batch: sum_log_ratios(model, plan, micro_batch), of=of):
             sums += part
     return kl_term(sums, num_processes=plan.num_processes)
 
@@ -78,7 +79,7 @@ def _add_losses(passes: ForwardPasses, batches: Iterable[GlobalBatch], preferenc
 
     with chunked_loss(model, plan):
         for batch in batches:
-            for loss, labels in passes.run(batch.micro_batches, compute, begin=preference.start_from_here()):
+            for loss, labels in passes.run(batch.micro_batches, compute, of="evaluation", begin=preference.start_from_here()):
                 total += loss
                 num_labels += labels
     return total, num_labels

@@ -1,6 +1,6 @@
-"""Run passes without gradients: of the held-out data, of the model before the training, and of KTO's mismatched answers.
+"""Run forward passes without gradients: for the held-out loss, the reference of preferences, and KTO's KL term.
 
-If memory runs out, the micro-batches are halved and the pass is repeated, as a training step is.
+If memory runs out, the micro-batches are halved, and the pass is repeated like a training step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.distributed.fsdp import OomCatchUp, reshard_weights
 from upshift.training.distributed.mesh import all_reduce_max
-from upshift.training.out_of_memory import BatchHalving, halve, stand_in
+from upshift.training.loop.events import FailedPass
+from upshift.training.out_of_memory import BatchHalving, Halved, OnHalved, halve, stand_in
 
-Shape = tuple[int, ...]
-OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and the allocator's message
 Result = TypeVar("Result")
 
 
 class ForwardPasses:
-    """Compute micro-batches without gradients, or halves of them from the first time on that memory runs out.
+    """Compute micro-batches without gradients. If memory runs out, halve them, and use the smaller ones from then on.
 
-    Training keeps its own micro-batches. ``catch_up`` is that of the training step, where ranks gather weights for each other.
-    Without it, ranks that exchange tensors in a pass cannot repeat it.
+    The micro-batches of training stay as they are. ``catch_up`` is the object of the training step that lets a rank catch up with
+    the others after it ran out of memory. If it is None, and ranks exchange tensors in a pass, the pass cannot be repeated.
     """
 
     def __init__(
@@ -36,17 +35,18 @@ class ForwardPasses:
         *,
         catch_up: OomCatchUp | None = None,
         on_failure: Callable[[], None] = lambda: None,
-        on_halved: OnHalved = lambda old, new, message: None,
+        on_halved: OnHalved = lambda halved: None,
     ) -> None:
         self.model = model
         self.plan = plan
         self._catch_up = catch_up
+        self._running: FailedPass
         self._halving = BatchHalving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
             restart=self._free_cache,
             on_failure=on_failure,
-            on_halved=lambda old, new, message: on_halved(old.shape, new.shape, message),
+            on_halved=lambda old, new, message: on_halved(Halved(old.shape, new.shape, message, self._running)),
             equalize=self._add_stand_ins,
         )
 
@@ -60,12 +60,15 @@ class ForwardPasses:
         micro_batches: Sequence[MicroBatch],
         compute: Callable[[MicroBatch], Result],
         *,
+        of: FailedPass,
         begin: Callable[[], None] = lambda: None,
     ) -> list[Result]:
         """Return the results of ``compute`` on the micro-batches in order, each of which may be one of several parts.
 
-        Micro-batches that do not count run only if ranks exchange tensors. ``begin`` is called before each try.
+        Micro-batches that do not count run only if ranks exchange tensors. ``of`` names the pass for messages. The function
+        ``begin`` is called before each try.
         """
+        self._running = of
 
         def compute_all(parts: list[MicroBatch]) -> list[Result]:
             begin()
@@ -85,9 +88,12 @@ class ForwardPasses:
         return bool(micro_batch.num_label_tokens or self.plan.layout.exchanges)
 
     def _compute(self, part: MicroBatch, compute: Callable[[MicroBatch], Result], *, last: bool) -> Result:
-        if self._catch_up is None:
-            return compute(part)
-        return self._catch_up.run(part, compute, last=last)
+        result = compute(part) if self._catch_up is None else self._catch_up.run(part, compute, last=last)
+        if self.plan.layout.fully_shard == "weights":
+            # A forward pass leaves the weights outside of the layers gathered, and a backward pass would free them. A second try
+            # begins without them. So the first one has to begin without them too, or the ranks gather unequally often.
+            reshard_weights(self.model)
+        return result
 
     def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
         can_repeat = self._catch_up is not None or not self.plan.layout.exchanges

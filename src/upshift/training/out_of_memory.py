@@ -1,4 +1,4 @@
-"""Handle a step that runs out of memory: recognize the error, repeat the step in halves, and explain the failure.
+"""Handle a step, or a pass without gradients, that runs out of memory: recognize the error, repeat in halves, and explain it.
 
 The explanation (the autopsy) has the predicted and the measured bytes of each part, and names the cause.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,6 +22,7 @@ from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.data.rows.token_rows import IGNORED
+from upshift.training.loop.events import FailedPass
 from upshift.units import GIB, format_bytes, gib
 from upshift.value import Value
 
@@ -35,6 +36,7 @@ OOM_MESSAGES = re.compile(
     r"|(Cuda|HIP) failure (2 )?'out of memory'"  # from NCCL and RCCL, by version
     r"|NVML_SUCCESS == "  # torch asks NVML only for the message about a lack of memory; in a MIG instance NVML may refuse
 )
+Shape = tuple[int, ...]  # rows and tokens a row
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -92,6 +94,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
     has_all_columns = columns == slice(None)
     cut = {name: array[rows] if has_all_columns else array[rows, columns] for name, array in micro_batch.arrays.items()}
     reference = None if micro_batch.reference is None else micro_batch.reference[rows]
+    label_counts = None if micro_batch.label_counts is None else micro_batch.label_counts[:, rows]
     margins = None
     if micro_batch.margins is not None:
         margins = np.repeat(micro_batch.margins, 2)[rows][0::2]
@@ -105,6 +108,7 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
         micro_batch,
         arrays=cut,
         reference=reference,
+        label_counts=label_counts,
         margins=margins,
         ratings=ratings,
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
@@ -136,6 +140,19 @@ class OomOnSomeRank(MemoryError):
     def __init__(self, message: str, *, final: bool) -> None:
         super().__init__(message)
         self.final = final
+
+
+@dataclass(frozen=True)
+class Halved:
+    """The micro-batches that were halved because memory ran out."""
+
+    largest: Shape  # of the micro-batches that did not fit
+    smaller: Shape  # of the largest one from now on
+    message: str  # of the allocator
+    failed: FailedPass = "step"
+
+
+OnHalved = Callable[[Halved], None]
 
 
 class BatchHalving(Generic[Part]):
@@ -222,12 +239,13 @@ class PartMemory(Value):
 
 
 class Autopsy(Value):
-    """The explanation of why a step ran out of memory."""
+    """The explanation of why a step, or a pass without gradients, ran out of memory."""
 
-    step: int
-    shape: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
-    planned_shape: tuple[int, ...]  # of the largest micro-batch of the plan
-    smaller: tuple[int, ...]  # of the largest one from now on
+    step: int  # of an evaluation: the step before it
+    failed: FailedPass = "step"
+    shape: Shape  # of the micro-batch that did not fit
+    planned_shape: Shape  # of the largest micro-batch of the plan
+    smaller: Shape  # of the largest one from now on
     words: str  # of the allocator
     parts: tuple[PartMemory, ...]
     held_gib: float  # of the process, or in use on the device
@@ -281,16 +299,13 @@ def make_autopsy(
     optimizer: torch.optim.Optimizer | None,
     predicted: Numbers | None,
     free_before: float | None,
-    shape: tuple[int, ...],
-    smaller: tuple[int, ...],
-    message: str,
+    halved: Halved,
 ) -> Autopsy:
-    """Return the autopsy of a failed step. Call it before the model or the optimizer change.
+    """Return the autopsy of a failed step or pass. Call it before the model or the optimizer change.
 
-    ``shape`` is that of the largest micro-batch that did not fit, ``smaller`` that of the largest one from now on, and
-    ``message`` comes from the allocator.
+    A step is counted with the gradients of all trained weights. Other passes run while there are none.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and halved.failed == "step"]
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     measured = {"weights": weights, "gradients": gradients, "optimizer": tensor_bytes(optimizer) if optimizer else 0}
@@ -306,16 +321,17 @@ def make_autopsy(
     planned = (plan.per_device_train_batch_size, plan.sequence_length)
     return Autopsy(
         step=step,
-        shape=shape,
+        failed=halved.failed,
+        shape=halved.largest,
         planned_shape=planned,
-        smaller=smaller,
-        words=" ".join(message.split())[:300],
+        smaller=halved.smaller,
+        words=" ".join(halved.message.split())[:300],
         parts=tuple(parts),
         held_gib=gib(readings.held),
         free_gib=gib(readings.free),
         allocator=readings.allocator,
         free_before_gib=gib(free_before) if free_before else None,
-        verdict=_verdict(parts, readings, _taken_by_others(readings, base, free_before), predicted_held, shape, planned),
+        verdict=_verdict(parts, readings, _taken_by_others(readings, base, free_before), predicted_held, halved.largest, planned),
     )
 
 
@@ -338,8 +354,8 @@ def _verdict(
     readings: MemoryReadings,
     taken: float,
     predicted_held: float | None,
-    shape: tuple[int, ...],
-    planned: tuple[int, ...],
+    shape: Shape,
+    planned: Shape,
 ) -> str:
     """Return the cause of the failure: the first one that applies, the most certain first."""
     tokens = shape[0] * shape[-1]
@@ -355,7 +371,7 @@ def _verdict(
     fragmented = readings.allocator.get("inactive_split_bytes.all.current", 0)
     if fragmented > MIN_EXCESS_SHARE * max(readings.tensors, 1):
         return f"{format_bytes(fragmented)} were free in pieces too small to use (fragmentation)"
-    return "no part is over its prediction: less memory was free than the step needs"
+    return "no part is over its prediction: too little memory was free"
 
 
 def format_autopsy(autopsy: Autopsy) -> list[str]:

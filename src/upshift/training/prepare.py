@@ -474,6 +474,7 @@ def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preferen
     counts = micro_batch.num_label_tokens > 0
     preference = preference or PreferenceLoss()
     if micro_batch.ratings is None:
+        assert micro_batch.label_counts is not None
         num_tokens = to_device(torch.from_numpy(micro_batch.label_counts), plan.device)
         return preference.mean_loss(log_probabilities, reference, num_tokens, counts=counts)
     ratings = to_device(torch.from_numpy(micro_batch.ratings), plan.device)

@@ -427,6 +427,7 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
             seed=request.arguments.seed,
             total_steps=workload.total_steps,
             clips_gradients=workload.clips_gradients,
+            has_kl_pass=workload.has_kl_pass,
         )
         proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)
     watcher.proved(proof)

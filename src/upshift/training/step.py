@@ -30,10 +30,10 @@ from upshift.training.distributed.weight_update import (
 )
 from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.evaluate import estimate_kl
-from upshift.training.forward_passes import ForwardPasses, OnHalved
+from upshift.training.forward_passes import ForwardPasses
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
-from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
+from upshift.training.out_of_memory import BatchHalving, Halved, MemoryReadings, OnHalved, halve, read_memory, stand_in
 from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import chunked_loss, compute_loss, sum_log_ratios
 
@@ -100,7 +100,7 @@ class TrainStep:
         mesh: Mesh,
         arguments: Arguments,
         *,
-        on_halved: OnHalved = lambda old, new, message: None,
+        on_halved: OnHalved = lambda halved: None,
         copies: ReplicaGroup | None = None,
     ) -> None:
         plan = mesh.plan
@@ -128,7 +128,7 @@ class TrainStep:
             size=lambda micro_batch: micro_batch.num_padded_tokens,
             restart=self._drop_gradients,
             on_failure=self._read_memory,
-            on_halved=lambda old, new, message: on_halved(old.shape, new.shape, message),
+            on_halved=lambda old, new, message: on_halved(Halved(old.shape, new.shape, message)),
             equalize=self._add_stand_ins,
         )
 
@@ -189,7 +189,7 @@ class TrainStep:
         self.preference.mean_tokens = batch.mean_answer_tokens
         if batch.has_ratings and self.preference.ratings.has_kl:
             with chunked_loss(self.model, self.plan):
-                self.preference.kl = estimate_kl(self.passes, [batch])
+                self.preference.kl = estimate_kl(self.passes, [batch], of="KL pass")
         return self._halving.run(batch.micro_batches, accumulate_all)
 
     def compute_mismatched(self, micro_batch: MicroBatch) -> None:

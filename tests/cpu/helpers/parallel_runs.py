@@ -347,8 +347,10 @@ def run_out_of_memory(model: Any, *, tokens: int, micro_batch: int = 0, where: s
 
     def look(module: Any, given: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad == (where == "no gradients"):
+            return
         passes[0] += 1
-        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch and hidden.requires_grad == (where != "no gradients"):
+        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch:
             if where != "backward":
                 refuse()
             hidden.register_hook(refuse)

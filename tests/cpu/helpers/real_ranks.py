@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,7 +56,7 @@ def a_step(case: dict[str, Any]) -> Callable[[], None]:
             module.register_forward_hook(_spread)
     model = prepare_model(model, plan, place)
     stepper = TrainStep(model, place, Arguments(max_steps=100, max_grad_norm=0.0))
-    batch = full_batch(plan, place.data_rank)
+    batch = full_batch(plan, place.data_rank, rated=case["rated"])
     return lambda: stepper.step(batch) and None
 
 
@@ -65,15 +66,19 @@ def _spread(module: Any, args: Any, routed: tuple[torch.Tensor, ...]) -> tuple[t
     return logits, scores, torch.arange(indices.numel()).remainder(logits.shape[-1]).view(indices.shape)
 
 
-def full_batch(plan: Plan, data_rank: int) -> GlobalBatch:
-    """Of sequences that fill every row."""
+def full_batch(plan: Plan, data_rank: int, *, rated: bool = False) -> GlobalBatch:
+    """Of sequences that fill every row. ``rated``: answers for KTO, every second one mismatched."""
     rows, width = plan.per_device_train_batch_size, plan.sequence_length
     generator = np.random.default_rng(data_rank)
 
     def micro_batch() -> MicroBatch:
         ids = generator.integers(3, VOCABULARY, (rows, width))
         arrays = {"input_ids": ids, "labels": ids}
-        return MicroBatch(arrays=arrays, sequence_ids=np.arange(rows), num_label_tokens=rows * (width - 1), num_tokens=ids.size)
+        labels = rows // 2 if rated else rows * (width - 1)
+        made = MicroBatch(arrays=arrays, sequence_ids=np.arange(rows), num_label_tokens=labels, num_tokens=ids.size)
+        if not rated:
+            return made
+        return replace(made, reference=np.full(rows, -1.0, np.float32), ratings=np.ones(rows // 2, np.bool_))
 
     start, count = Position(), plan.gradient_accumulation_steps
     return GlobalBatch(

@@ -19,7 +19,7 @@ from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import find_model
 from upshift.models.tracing.profile_model import profile_model
-from upshift.planning.cost.communication import Transfer, Volumes, rank_groups
+from upshift.planning.cost.communication import RowShares, Transfer, Volumes, rank_groups
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.memory import micro_batch_memory, step_memory
 from upshift.planning.cost.partition import share_of, stage_of
@@ -67,6 +67,7 @@ class Case:
     recomputed: int = 0
     precision: str = "fp32"
     ranks: tuple[int, ...] = (0,)  # one of each pipeline stage
+    rated: bool = False  # answers are learned by KTO, and every second row has a forward pass alone
 
     def plan(self, model: str) -> Plan:
         return Plan(
@@ -77,7 +78,7 @@ class Case:
 
     def described(self, folder: Path) -> dict[str, Any]:
         plan = self.plan(self.model).model_dump(mode="json")
-        return {"model": str(folder / self.model), "plan": plan, "ranks": self.ranks}
+        return {"model": str(folder / self.model), "plan": plan, "ranks": self.ranks, "rated": self.rated}
 
 
 def sharded(ranks: int, stage: str = "weights", **layout: Any) -> Layout:
@@ -133,6 +134,10 @@ EXCHANGED = {  # their memory is not traced
         4, Layout(**SEQUENCE_PARALLEL, expert_parallel=2), "mixture", recomputed=DEEPER_LAYERS
     ),
     "zero1 with master weights": Case(2, sharded(2, "optimizer", master_weights=True), precision="bf16"),
+    "zero3 of rated answers": Case(2, sharded(2), rated=True),
+    "zero2 of rated answers": Case(2, sharded(2, "gradients"), rated=True),
+    "tensor of rated answers": Case(2, Layout(tensor_parallel=2), rated=True),
+    "zero3 x tensor of rated answers": Case(4, sharded(2, tensor_parallel=2), rated=True),
 }
 FAKE = {
     "zero3 of 8": Case(8, sharded(8), "deeper llama"),
@@ -243,14 +248,15 @@ def test_what_ranks_exchange(name: str, real: Measured, profiles: dict[str, Mode
     case = {**REAL, **EXCHANGED}[name]
     model, plan = profiles[case.model], case.plan("")
     expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo()).step_transfers():
+    rows = RowShares(0.5, 0.5) if case.rated else RowShares()
+    for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo(), rows).step_transfers():
         expected[moved.operation, ranks_of(moved, plan)] += moved.num_bytes * moved.times
     found = {(operation, tuple(ranks)): size for operation, ranks, size, _ in real[f"{name} rank 0"]["moved"] if len(ranks) > 1}
     exchanged = sorted(key for key in expected.keys() | found.keys() if len(key[1]) > 1)
     assert exchanged
     for key in exchanged:
         print(f"{name}, {key}: {expected[key]:.0f}, {found.get(key, 0)} bytes")
-        assert expected[key] == pytest.approx(found.get(key, 0), rel=0.01, abs=64)
+        assert expected[key] == pytest.approx(found.get(key, 0), rel=0.01, abs=128)
 
 
 def ranks_of(moved: Transfer, plan: Plan) -> tuple[int, ...]:

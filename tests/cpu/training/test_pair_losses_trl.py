@@ -66,6 +66,24 @@ def test_each_loss_of_pairs_trains_as_with_trl(losses: str, model: Path, data: T
     assert details["evaluations"][-1][1] == pytest.approx(evaluation["eval_loss"], abs=1e-4, rel=1e-5)
 
 
+def test_an_answer_without_a_prompt_is_as_long_as_for_trl(tmp_path: Path) -> None:
+    """No model predicts the first token of a row. TRL divides by a length that counts it, and so does Upshift."""
+    model = save_model(tmp_path / "model", byte_level_tokenizer(adds_bos=False))
+    rows = [row | {"prompt": ""} for row in text_rows(13, longest=3)]
+    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "data" / "validation.jsonl", rows[:5])
+    data = prepare_data(find_model(str(model)), tmp_path / "data", sequence_length=LENGTH, options=DPO)
+    assert data.training.labels is not None and (data.training.labels[data.training.starts] != -100).all()
+    ours = our_details(model, data, tmp_path / "out", "ipo=0.1,sigmoid_norm")
+    options = EPOCH_OF_TRL | {
+        "beta": 0.2, "precompute_ref_log_probs": True, "loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.1, 1.0],
+    }  # fmt: skip
+    trainer = trl_trainer("DPO", model, rows, tmp_path, length=LENGTH, **options)
+    train_in_our_order(trainer, data, seed=42)
+    losses = [loss for _, loss in ours["loss_curve"]]
+    assert losses == pytest.approx(trainer.losses, abs=1e-5) and max(losses) - min(losses) > 1e-3
+
+
 def tokenized(data: TrainingData) -> Any:
     """Our pairs as a table that TRL's trainers without a reference model collate."""
     import datasets

@@ -17,30 +17,36 @@ from pair_runs import losses, pair_job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
-from upshift.cli import tables
+from upshift.cli import run_display, tables
 from upshift.cli.data import app
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.source import AdapterOptions, find_model
 from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.plan import Plan
+from upshift.planning.trials.runner import TrialRequest, TrialResult
 from upshift.planning.workload import Workload
 from upshift.record import Record
+from upshift.training import evaluate, prepare, run, trackers
+from upshift.training import step as step_module
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
 from upshift.training.data import data_files
 from upshift.training.data.data_options import DataOptions
-from upshift.training.data.dataset import TrainingData, prepare_data
+from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.data.tokens import find_partners
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
-from upshift.training.loop.events import Event, Referenced, StepDone
-from upshift.training.out_of_memory import halve, stand_in
+from upshift.training.loop.events import Evaluated, Event, OutOfMemory, Referenced, StepDone
+from upshift.training.loop.state import Run
+from upshift.training.out_of_memory import Autopsy, halve, stand_in
+from upshift.training.preferences import reference_model
 from upshift.training.preferences.preference_loss import PreferenceLoss, RatingSettings, kl_term
 from upshift.training.prepare import prepare_model
 from upshift.training.step import TrainStep
+from upshift.training.trials import worker
 
 LENGTH = 48
 KTO = DataOptions(objective="kto")
@@ -147,6 +153,104 @@ def test_a_resumed_run_goes_on_as_one_that_never_ended(
     assert not any(isinstance(event, Referenced) for event in events)
     assert losses(resumed) == losses(whole)
     assert all(resumed.details[name] == whole.details[name] for name in ("kl_terms", "rewards", "evaluation_rewards"))
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_only_a_loss_with_a_kl_term_reports_one(loss: str, home: Path, data: TrainingData, tmp_path: Path) -> None:
+    """It is in the events, what is printed of them, the run file, the logged steps, the trackers and the record."""
+    events: list[Event] = []
+    arguments = {"max_steps": 2, "logging_steps": 1, "eval_steps": 2, "save_steps": 2, "kto_loss": loss}
+    record = run_job(a_job(home, tmp_path / "out", arguments=arguments), data, on_event=events.append)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    numbers = [step.kl for step in steps] + [step.logged_kl for step in steps] + [done.kl for done in evaluations]
+    written = Run.read(tmp_path / "out")
+    numbers += [logged.kl for logged in written.logged_steps]
+    assert len(numbers) == 7 and {number is None for number in numbers} == {loss != "kto"}
+    rows = 2 if loss == "kto" else 0
+    assert len(written.kl_terms) == len(record.details.get("kl_terms", ())) == rows
+    done, step = evaluations[0], steps[0]
+    assert ("KL" in run_display._held_out_text(done)) == (loss == "kto")
+    assert ("kl" in trackers._reward_logs(step.reward_accuracy, step.reward_margin, step.kl)) == (loss == "kto")
+    assert done.reward_accuracy is not None and all(step.reward_accuracy is not None for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("failed", "module", "name", "step"),
+    [
+        ("reference", reference_model, "compute_log_probabilities", 1),
+        ("KL pass", evaluate, "sum_log_ratios", 1),
+        ("evaluation", evaluate, "compute_loss", 2),
+        ("step", step_module, "compute_loss", 1),
+    ],
+)
+def test_out_of_memory_is_reported_of_the_pass_in_which_it_happened(
+    failed: str, module: Any, name: str, step: int, home: Path, data: TrainingData, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The allocator refuses four rows at once. Gradients exist in a step alone."""
+    compute = getattr(module, name)
+
+    def refuse(model: Any, plan: Plan, micro_batch: Any, *others: Any) -> Any:
+        if micro_batch.shape[0] > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return compute(model, plan, micro_batch, *others)
+
+    monkeypatch.setattr(module, name, refuse)
+    events: list[Event] = []
+    run_job(a_job(home, tmp_path / "out", arguments={"max_steps": 2, "eval_steps": 2}), data, on_event=events.append)
+    (told,) = [event for event in events if isinstance(event, OutOfMemory)]
+    assert (told.failed, told.step, told.largest[0], told.smaller[0]) == (failed, step, 4, 2)
+    autopsy = Autopsy.from_json(Path(told.autopsy).read_text())
+    assert (autopsy.failed, autopsy.step) == (failed, step)
+    (gradients,) = [part.measured_gib for part in autopsy.parts if part.part == "gradients"]
+    assert (gradients > 0) == (failed == "step")
+    text = run_display._out_of_memory_text(told)
+    assert ("training keeps its micro-batches" in text) == (failed != "step") == ("the same gradients" not in text)
+    subjects = {"KL pass": "the KL pass of step 1", "evaluation": "the held-out data after step 2", "step": "step 1"}
+    assert text.startswith(subjects.get(failed, "the pass of the model before the training") + " ran out of memory")
+
+
+class TrialAsked(Exception):
+    """Ends a run where its trials would begin."""
+
+
+def test_a_trial_computes_the_kl_pass_only_if_the_run_does(
+    home: Path, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[TrialRequest] = []
+
+    def keep(planning: Any, path: Path, trial: TrialRequest, **_: Any) -> None:
+        requests.append(trial)
+        raise TrialAsked
+
+    monkeypatch.setattr(run, "try_plans", keep)
+    fixed = ("precision=fp32", "torch_compile=off", "num_processes=1", "per_device_train_batch_size=4")
+    with pytest.raises(TrialAsked):
+        run.train(
+            home / "model", home / "rows", output=tmp_path / "out", objective="kto", sequence_length=LENGTH, global_batch=4,
+            fixed=fixed, trial_seconds=5.0, arguments={"max_steps": 2, "kto_loss": "apo_zero_unpaired"},
+        )  # fmt: skip
+    computed: list[int] = []
+    sum_log_ratios = prepare.sum_log_ratios
+
+    def count(model: Any, plan: Plan, micro_batch: Any) -> torch.Tensor:
+        computed.append(len(micro_batch.ratings))
+        return sum_log_ratios(model, plan, micro_batch)
+
+    for module in (step_module, evaluate):
+        monkeypatch.setattr(module, "sum_log_ratios", count)
+    (tmp_path / "stored").mkdir()
+    save_data(data, tmp_path / "stored")
+    without = requests[0].changed(seconds=0.1, data=str(tmp_path / "stored"))
+    for request in (without, without.changed(has_kl_pass=True)):
+        assert not computed
+        path = tmp_path / "request.json"
+        path.write_text(request.to_json())
+        answers: list[TrialResult] = []
+        worker.main(path, answers.append)
+        assert answers[-1].failure is None and answers[-1].tokens_per_second
+    assert computed
 
 
 def test_other_ratings_are_other_data(home: Path, data: TrainingData, tmp_path: Path) -> None:

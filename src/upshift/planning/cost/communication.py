@@ -61,6 +61,14 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RowShares:
+    """The shares of the rows of a micro-batch that are trained, and that have a forward pass alone: KTO's mismatched answers."""
+
+    trained: float = 1.0
+    forward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Volumes:
     """The exchanges of one rank."""
 
@@ -68,6 +76,7 @@ class Volumes:
     plan: Plan
     stage: Stage
     memo: Memo
+    rows: RowShares = RowShares()
 
     def step_transfers(self) -> Iterator[Transfer]:
         """Yield all exchanges of an optimizer step, each with the number of times in the step."""
@@ -76,9 +85,9 @@ class Volumes:
             yield transfer._replace(times=transfer.times * num_micro_batches)
         if self.plan.layout.gathers:
             for transfer in self.layer_gathers():
-                yield transfer._replace(times=transfer.times * self.num_gathers)
+                yield transfer._replace(times=transfer.times * (self.num_gathers + self.num_forward_gathers))
             for transfer in self.outside_gathers():
-                yield transfer._replace(times=self.num_outside_gathers)
+                yield transfer._replace(times=self.num_outside_gathers + self.num_forward_gathers)
             for transfer in (*self.layer_reductions(), *self.outside_reductions()):
                 yield transfer._replace(times=transfer.times * self.num_reductions)
         yield from self.gradients()
@@ -108,6 +117,16 @@ class Volumes:
         return count + 1 if layout.pipeline_parallel > 1 else 2 * count
 
     @property
+    def num_forward_gathers(self) -> int:
+        """Return how often the forward passes without a backward pass gather all weights. They come before those of the training.
+
+        If only gradients are divided, the weights stay until the last of these passes.
+        """
+        if not self.rows.forward:
+            return 0
+        return self.plan.gradient_accumulation_steps if self.plan.layout.fully_shard == "weights" else 1
+
+    @property
     def num_outside_gathers(self) -> int:
         """Return how often a step gathers the weights outside the layers.
 
@@ -124,19 +143,28 @@ class Volumes:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of one micro-batch on a rank."""
+        """Return the tokens of one micro-batch on a rank. Tokens with a forward pass alone count half: they go only one way."""
+        return (self.forward_tokens + self.backward_tokens) / 2
+
+    @property
+    def forward_tokens(self) -> float:
+        """Return the tokens of one micro-batch on a rank that have a forward pass."""
+        return self.backward_tokens * (1.0 + self.rows.forward / self.rows.trained)
+
+    @property
+    def backward_tokens(self) -> float:
+        """Return the tokens of one micro-batch on a rank that have a backward pass."""
         plan = self.plan
-        return plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
+        return plan.per_device_train_batch_size * self.rows.trained * plan.sequence_length / plan.layout.context_parallel
 
     @property
     def hidden_bytes(self) -> float:
         """Return the bytes of the tokens' hidden states in the dtype of matrix products."""
         return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
 
-    @property
-    def residual_bytes(self) -> float:
-        """Return the bytes of the hidden states between layers. Autocast leaves their sum, and its gradient, in fp32."""
-        return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
+    def residual_bytes(self, tokens: float) -> float:
+        """Return the bytes of the tokens' hidden states between layers. Autocast leaves their sum, and its gradient, in fp32."""
+        return tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
     def tensor(self) -> Iterator[Transfer]:
         """Yield the exchanges of tensor parallelism.
@@ -160,7 +188,8 @@ class Volumes:
             yield Transfer("tensor", "all_reduce", hidden, (SUMS_OF_SHARED_EXPERTS + self.recomputed_share) * shared)
         if layout.sequence_parallel:
             yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
-            yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
+            states = self.residual_bytes(self.tokens)
+            yield Transfer("tensor", "all_gather", states, 2.0)  # behind the last layer; backward before the first
         yield from self._embedding_and_head()
 
     def _embedding_and_head(self) -> Iterator[Transfer]:
@@ -168,13 +197,13 @@ class Volumes:
         layout = self.plan.layout
         styles = set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
-            yield Transfer("tensor", "all_reduce", self.residual_bytes)
+            yield Transfer("tensor", "all_reduce", self.residual_bytes(self.forward_tokens))
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
-            yield Transfer("tensor", "all_reduce", self.residual_bytes)  # of the gradient
+            yield Transfer("tensor", "all_reduce", self.residual_bytes(self.backward_tokens))  # of the gradient
             if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
-                yield Transfer("tensor", "all_reduce", self.tokens * STATISTICS)
+                yield Transfer("tensor", "all_reduce", self.forward_tokens * STATISTICS)
             else:
-                logits = self.tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
+                logits = self.forward_tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
                 yield Transfer("tensor", "all_gather", logits)
 
     def context(self) -> Iterator[Transfer]:
@@ -335,7 +364,7 @@ def _weight_transfers(
     return (shared_by_all, Transfer(group, operation, num_in_experts * element_size, same_experts=True))
 
 
-BACKWARD_SHARE = 2.0 / 3.0  # of a micro-batch's computation
+BACKWARD_SHARE = 2.0 / 3.0  # of the computation of rows that are trained
 
 
 @dataclass(frozen=True)
@@ -344,6 +373,12 @@ class ComputeSeconds:
 
     total: float
     attention: float
+    forward: float = 0.0  # of total: of rows that have no backward pass
+
+    @property
+    def backward(self) -> float:
+        """Return the seconds of the backward pass."""
+        return (self.total - self.forward) * BACKWARD_SHARE
 
 
 @dataclass(frozen=True)
@@ -397,6 +432,7 @@ class ExchangeCost:
     stage: Stage
     compute: ComputeSeconds
     memo: Memo
+    rows: RowShares = RowShares()
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step's exchanges that are not hidden, by kind of parallelism."""
@@ -420,7 +456,7 @@ class ExchangeCost:
 
     @property
     def _volumes(self) -> Volumes:
-        return Volumes(self.profile, self.plan, self.stage, self.memo)
+        return Volumes(self.profile, self.plan, self.stage, self.memo, self.rows)
 
     @property
     def _hidden_share(self) -> float:
@@ -470,23 +506,30 @@ class ExchangeCost:
         reduce_seconds = self._total_seconds(volumes.layer_reductions(), group)
         gather_outside = self._total_seconds(volumes.outside_gathers(), group)
         reduce_outside = self._total_seconds(volumes.outside_reductions(), group)
-        hidden = self._hidden_share * self.compute.total * plan.gradient_accumulation_steps
-        hidden_forward = hidden * (1.0 - BACKWARD_SHARE)
-        hidden_backward = hidden * BACKWARD_SHARE
+        compute = self.compute
+        can_hide = self._hidden_share * plan.gradient_accumulation_steps
+        hidden_backward = can_hide * compute.backward
+        hidden_forward = can_hide * (compute.total - compute.forward - compute.backward)
         forward_gathers = min(plan.gradient_accumulation_steps, volumes.num_gathers)
-        first_gather = forward_gathers * gather_seconds / max(volumes.layers, 1)  # nothing computes yet
-        waiting = first_gather + max(forward_gathers * gather_seconds - first_gather - hidden_forward, 0.0)
+        waiting = 0.0
+        for num_gathers, hidden in (
+            (volumes.num_forward_gathers, can_hide * compute.forward),
+            (forward_gathers, hidden_forward),
+        ):
+            first_gather = num_gathers * gather_seconds / max(volumes.layers, 1)  # nothing computes yet
+            waiting += first_gather + max(num_gathers * gather_seconds - first_gather - hidden, 0.0)
         backward_gathers = volumes.num_gathers - forward_gathers
         in_backward = backward_gathers * gather_seconds + volumes.num_reductions * reduce_seconds
         waiting += max(in_backward - hidden_backward, 0.0)
-        return waiting + volumes.num_outside_gathers * gather_outside + volumes.num_reductions * reduce_outside
+        num_outside_gathers = volumes.num_outside_gathers + volumes.num_forward_gathers
+        return waiting + num_outside_gathers * gather_outside + volumes.num_reductions * reduce_outside
 
     def _gradient_seconds(self, groups: RankGroups) -> float:
         """Return the seconds of the gradient exchange that the last backward pass does not hide.
 
         It never hides the weights that ZeRO 1 sends back.
         """
-        hidden = self._hidden_share * self.compute.total * BACKWARD_SHARE
+        hidden = self._hidden_share * self.compute.backward
         transfers = self._volumes.gradients()
 
         def seconds(operation: Operation, group: Group) -> float:

@@ -14,7 +14,7 @@ from typing import Literal
 from upshift.hardware import AttentionKernel
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
-from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost
+from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost, RowShares
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.optimizer import (
@@ -203,6 +203,7 @@ def _slowest_rank_time(
 ) -> StepTime | None:
     """Return the time of the slowest rank: its computation, exchanges that are not hidden, and the pipeline's idle time."""
     num_micro_batches = num_full_micro_batches(plan, workload)
+    rows = RowShares(workload.trained_share, workload.trained_share * workload.forward_passes)
     slowest = None
     key = ("update", plan.optim, plan.optim_args, plan.precision, plan.optim_offload, rates)
     update = memo.get_or_compute(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
@@ -210,19 +211,24 @@ def _slowest_rank_time(
         return None
     for stage, share in deciding_shares(profile, plan, memo):
         one_micro_batch = _cached_micro_batch_terms(profile, trace, plan, host, rates, stage, memo)
+        forward: dict[str, float] = {}
         if workload.forward_passes:
             forward = micro_batch_terms(profile, trace, plan, rates, stage=stage, memo=memo, forward_alone=True)
             one_micro_batch = _sum_of_terms(one_micro_batch, forward)
         terms = {name: seconds * num_micro_batches for name, seconds in one_micro_batch.items()}
         if plan.packing and plan.attention in PACKED_KERNELS and workload.lengths is not None:
             terms["attention"] *= min(2.0 * workload.lengths.visible_share(BLOCK_QUERIES), 1.0)  # the trace counts half of all
-        compute = ComputeSeconds(total=sum(one_micro_batch.values()), attention=one_micro_batch["attention"])
+        compute = ComputeSeconds(  # of the rows that are trained, and as many with a forward pass alone, if there are such passes
+            total=rows.trained * sum(one_micro_batch.values()),
+            attention=rows.trained * one_micro_batch["attention"],
+            forward=rows.trained * sum(forward.values()),
+        )
         terms |= offload_wait_seconds(profile, plan, host, sum(terms.values()))
         terms["update"] = update * share.updated
         if plan.layout.pipeline_parallel > 1:
             terms["pipeline idle"] = compute.total * idle_micro_batches(plan)
         if plan.num_processes > 1:
-            terms |= ExchangeCost(host, profile, plan, stage, compute, memo).seconds()
+            terms |= ExchangeCost(host, profile, plan, stage, compute, memo, rows).seconds()
         nodes = max(plan.num_processes / host.ranks_per_node(plan.num_processes), 1.0)
         if nodes > 1.0:
             terms["waiting for the slowest node"] = WAITING_SHARE * log2(nodes) * sum(terms.values())

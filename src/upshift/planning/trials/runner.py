@@ -44,6 +44,7 @@ class TrialRequest(Value):
     rows: str | None = Field(None, description="file of collated batches, cut into global batches; instead of data")
     total_steps: int = Field(64, gt=0, description="of the run; the work of a step is averaged over the first of them")
     clips_gradients: bool = True
+    has_kl_pass: bool = Field(True, description="with rated answers: the mismatched ones are computed, for KTO's KL term")
     seed: int = Field(42, description="of the run: its weights and the order of its batches")
 
 

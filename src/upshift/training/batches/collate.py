@@ -34,11 +34,16 @@ class MicroBatch:
     sequence_ids: Ids  # of the sequences in it; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count, for causal-lm after they are shifted; pairs, where pairs are compared
     num_tokens: int  # real tokens, without padding
-    # Of pairs, whose rows follow each other: the log-probability of each row's labels by the model before the training.
+    # Of pairs whose answers are compared, and of rated answers: the log-probability of each row's labels by the model before the
+    # training [rows]. The rows of a pair follow each other.
     reference: NDArray[np.float32] | None = None
-    # Of pairs, whose rewards the model computes: by how much the reward of the first one shall be larger [rows / 2].
+    # Of pairs whose answers are compared: the number of labels of each row, and how many of them the model predicts [2, rows].
+    # It does not predict the first token of a row, which is a label if the prompt is empty.
+    label_counts: NDArray[np.float32] | None = None
+    # Of pairs for a reward model: by how much the reward of the chosen answer should be larger than that of the rejected one
+    # [rows / 2].
     margins: NDArray[np.float32] | None = None
-    # Whether the answer in row 2 i is a good one [rows / 2], where answers are rated one by one. Row 2 i + 1 is mismatched.
+    # Of rated answers: whether the answer in row 2 i is good [rows / 2]. Row 2 i + 1 has its prompt with another row's answer.
     ratings: NDArray[np.bool_] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
     row_tokens: int | None = None  # of a row of an encoder-decoder, both sides together; None: those of input_ids
@@ -47,12 +52,6 @@ class MicroBatch:
     def has_pairs(self) -> bool:
         """Return whether rows 2 i and 2 i + 1 are a pair."""
         return self.reference is not None or self.margins is not None
-
-    @property
-    def label_counts(self) -> NDArray[np.float32]:
-        """Return the number of labels of each row, and that without the first token of the row [2, rows]."""
-        is_label = self.arrays["labels"] != IGNORED
-        return np.stack([is_label.sum(axis=1), is_label[:, 1:].sum(axis=1)]).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,12 +177,19 @@ def _fill_rewarded(group: RowGroup, sequences: Sequences, objective: Objective) 
 
 
 def _with_reference(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch:
-    """Return a micro-batch of pairs with the reference's log-probabilities. They are NaN as long as they are not computed."""
+    """Return a micro-batch of pairs or rated answers with the reference's log-probabilities, and a count of the labels of pairs.
+
+    The log-probabilities are NaN as long as they are not computed.
+    """
     ids = micro_batch.sequence_ids
     reference = np.full(micro_batch.shape[0], np.nan, np.float32)
     if sequences.reference is not None:
         reference[: len(ids)] = sequences.reference[ids]
-    return replace(micro_batch, reference=reference, num_label_tokens=len(ids) // 2)
+    if micro_batch.ratings is not None:
+        return replace(micro_batch, reference=reference, num_label_tokens=len(ids) // 2)
+    counts = np.zeros((2, len(reference)), np.float32)
+    counts[:, : len(ids)] = [sequences.num_labels(ids, first=first) for first in (0, 1)]
+    return replace(micro_batch, reference=reference, label_counts=counts, num_label_tokens=len(ids) // 2)
 
 
 def _with_ratings(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch:
@@ -210,7 +216,7 @@ def without_pairs(micro_batch: MicroBatch) -> MicroBatch:
     if micro_batch.reference is None:
         return micro_batch
     num_labels = int(np.count_nonzero(micro_batch.arrays["labels"][:, 1:] != IGNORED))
-    return replace(micro_batch, reference=None, ratings=None, num_label_tokens=num_labels)
+    return replace(micro_batch, reference=None, label_counts=None, ratings=None, num_label_tokens=num_labels)
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:

@@ -41,8 +41,8 @@ class Objective(Value):
     # With has_pairs: the model learns whether sequence 2 i is good or bad, by KTO. Sequence 2 i + 1 is its prompt with the answer
     # of another row (data/tokens.py), of which nothing is learned.
     has_ratings: bool = False
-    # For causal-lm. False: the model compares a label with the output of the label's own place, so the rows have the label of the
-    # next token at each place.
+    # For causal-lm: whether the model shifts the labels itself, so that each place predicts the label of the next one. If not,
+    # Upshift shifts the labels of the rows.
     loss_shifts: bool = True
     loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
 

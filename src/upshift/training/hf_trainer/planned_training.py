@@ -50,10 +50,10 @@ from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
 from upshift.training.hf_trainer.patching import forward_in_precision
 from upshift.training.hf_trainer.plan_mixin import PlanMixin
-from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
+from upshift.training.hf_trainer.step import BatchStep, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
-from upshift.training.out_of_memory import BatchHalving, MemoryReadings, format_autopsy, make_autopsy, read_memory
+from upshift.training.out_of_memory import BatchHalving, Halved, MemoryReadings, format_autopsy, make_autopsy, read_memory
 from upshift.training.prepare import (
     chunked_loss,
     compile_layers,
@@ -366,7 +366,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 size=lambda item: item[0].group.num_padded_tokens,
                 restart=self._upshift_discard_gradients,
                 on_failure=self._upshift_read_memory,
-                on_halved=lambda item, half, why: self._upshift_on_out_of_memory(item[0].shape, half[0].shape, why),
+                on_halved=lambda item, half, why: self._upshift_on_out_of_memory(Halved(item[0].shape, half[0].shape, why)),
             ),
         )
 
@@ -414,7 +414,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _upshift_on_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
+    def _upshift_on_out_of_memory(self, halved: Halved) -> None:
         assert self.upshift_choice is not None and self._upshift_memory_readings is not None
         autopsy = make_autopsy(
             self._upshift_memory_readings,
@@ -424,15 +424,13 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             optimizer=self.optimizer,
             predicted=self.upshift_choice.predicted,
             free_before=self.upshift_choice.free_bytes,
-            shape=largest,
-            smaller=smaller,
-            message=message,
+            halved=halved,
         )
-        self.upshift_choice = shrink_micro_batch(self.upshift_choice, rows=max(smaller[0], 1))
+        self.upshift_choice = shrink_micro_batch(self.upshift_choice, rows=max(halved.smaller[0], 1))
         if not self.args.should_log:
             return
         path = autopsy.write(Path(self.args.output_dir))
-        largest_text, smaller_text = (f"{num_rows} x {width} tokens" for num_rows, width in (largest, smaller))
+        largest_text, smaller_text = (f"{num_rows} x {width} tokens" for num_rows, width in (halved.largest, halved.smaller))
         print_line(f"step {autopsy.step} ran out of memory with {largest_text} at once ({autopsy.words[:160]})")
         print_line(
             f"it is done again, and so are all after it, with at most {smaller_text} at once, to the same gradients; see {path}"

@@ -188,7 +188,7 @@ def _reward_details(data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     return {
         "rewards": [list(row) for row in outcome.rewards],
         "evaluation_rewards": [list(row) for row in outcome.evaluation_rewards],
-        **({"kl_terms": [list(row) for row in outcome.kl_terms]} if data.objective.has_ratings else {}),
+        **({"kl_terms": [list(row) for row in outcome.kl_terms]} if outcome.kl_terms else {}),
         "reference_seconds": outcome.reference_seconds,
     }
 

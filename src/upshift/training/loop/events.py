@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from upshift.value import Value
 
 Unit = Literal["tokens", "rows"]  # what a run counts
+FailedPass = Literal["step", "evaluation", "reference", "KL pass"]  # where memory ran out; all but the step compute no gradients
 EARLY_STOPPING = "early stopping"  # the reason of a run that ends because its held-out loss no longer falls
 
 
@@ -46,16 +47,18 @@ class StepDone:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Report that a step ran out of memory and was repeated with smaller micro-batches, which gave the same gradients.
+    """Report that a step, or a pass without gradients, ran out of memory and was repeated with smaller micro-batches.
 
-    All later steps use the smaller micro-batches too.
+    The results are the same. After a step, all later steps use the smaller micro-batches too. After a pass without gradients, all
+    later ones do, and training keeps its micro-batches.
     """
 
-    step: int
+    step: int  # of an evaluation: the step before it
     largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
     smaller: tuple[int, ...]  # rows and tokens a row of the largest micro-batch from now on
     verdict: str  # the verdict of the autopsy
     autopsy: str  # path of its file
+    failed: FailedPass = "step"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import estimate_held_out_kl, evaluate
-from upshift.training.forward_passes import Shape
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
@@ -56,7 +55,7 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import KlRow, LoggedStep, Progress, RewardRow
 from upshift.training.loop.stop_vote import StopVote
 from upshift.training.neftune import add_embedding_noise
-from upshift.training.out_of_memory import make_autopsy, read_memory
+from upshift.training.out_of_memory import Halved, make_autopsy, read_memory
 from upshift.training.preferences.preference_loss import PreferenceLoss, Rewards
 from upshift.training.preferences.reference_model import ReferencePass
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
@@ -439,23 +438,22 @@ class TrainingLoop:
         readings = read_memory(self.plan.device)
         return float(readings.free + readings.own)
 
-    def _report_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
-        """Write an autopsy of the step, and send an event with its verdict."""
+    def _report_out_of_memory(self, halved: Halved) -> None:
+        """Write an autopsy of the step or the pass, and send an event with its verdict."""
         autopsy = make_autopsy(
             self.train_step.memory_at_failure,
-            step=self.progress.step + 1,
+            step=self.progress.step if halved.failed == "evaluation" else self.progress.step + 1,
             plan=self.plan,
             model=self.train_step.model,
             optimizer=self.train_step.optimizer,
             predicted=self.job.predicted,
             free_before=self._free_before,
-            shape=largest,
-            smaller=smaller,
-            message=message,
+            halved=halved,
         )
         if self.leads:
             path = autopsy.write(self.output)
-            self._send_event(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
+            event = OutOfMemory(autopsy.step, halved.largest, halved.smaller, autopsy.verdict, str(path), halved.failed)
+            self._send_event(event)
 
     def _reason_to_stop(self) -> str:
         """Return the reason to stop, or an empty text. All ranks return the same.

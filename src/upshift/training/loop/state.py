@@ -62,7 +62,7 @@ CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
 
 
 RewardRow = tuple[int, float, float | None]  # step; reward accuracy and margin, as in Rewards
-KlRow = tuple[int, float]  # step; KTO's KL term
+KlRow = tuple[int, float]  # step; KTO's KL term. Losses without it have no rows
 
 
 class LoggedStep(Value):

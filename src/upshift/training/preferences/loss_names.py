@@ -91,8 +91,8 @@ def _check_name(name: str, text: str) -> None:
         return
     if name in _SORTED:
         raise RequestError(
-            f"--dpo-loss {name} sorts the pairs of a micro-batch, so the size of the micro-batch, which the plan chooses, would "
-            f"change what is learned; use one of {', '.join(NAMES)}, or upshift.trl.DPOTrainer"
+            f"--dpo-loss {name} is not supported: it sorts the pairs of a micro-batch by their rewards, so the result depends "
+            f"on the micro-batch size, which the plan chooses; use one of {', '.join(NAMES)}, or upshift.trl.DPOTrainer"
         )
     what = f"{name} of --dpo-loss {text}" if name and name != text else f"--dpo-loss {text!r}"
     raise RequestError(f"{what} is unknown; use one of {', '.join(NAMES)}, or several such as sigmoid=0.8,sft=0.2")

@@ -46,7 +46,7 @@ class Answers:
     log_probability: torch.Tensor  # of all tokens of an answer
     ratio: torch.Tensor  # the log-probability minus that by the reference
     num_tokens: torch.Tensor  # of an answer, at least 1
-    num_predicted: torch.Tensor  # the same without a first token of the row, which no model predicts, at least 1
+    num_predicted: torch.Tensor  # of an answer, without the first token of the row, which no model predicts; at least 1
 
 
 @dataclass(frozen=True, eq=False)

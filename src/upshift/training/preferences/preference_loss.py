@@ -35,26 +35,26 @@ class Rewards:
     margin: float | None
     chosen: float | None
     rejected: float | None
-    kl: float | None = None  # of rated answers
+    kl: float | None = None  # of rated answers; None: the loss has no KL term, or answers are not rated
 
     @classmethod
     def of_sums(cls, sums: list[float]) -> Rewards | None:
         """Return the means, or None if no answer was computed. The sums are those of ``PreferenceLoss.sum_over_ranks``."""
-        num_chosen, num_rejected, num_correct, chosen, rejected, kl, num_rated = sums
+        num_chosen, num_rejected, num_compared, num_correct, chosen, rejected, num_with_kl, kl = sums
         if not num_chosen + num_rejected:
             return None
         mean_chosen = chosen / num_chosen if num_chosen else None
         mean_rejected = rejected / num_rejected if num_rejected else None
         return cls(
-            accuracy=num_correct / (num_rated or num_chosen),
+            accuracy=num_correct / num_compared,
             margin=None if mean_chosen is None or mean_rejected is None else mean_chosen - mean_rejected,
             chosen=mean_chosen,
             rejected=mean_rejected,
-            kl=kl / num_rated if num_rated else None,
+            kl=kl / num_with_kl if num_with_kl else None,
         )
 
 
-NUM_SUMS = 7  # of PreferenceLoss
+NUM_SUMS = 8  # of PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class PreferenceLoss:
         self.ratings = ratings or RatingSettings()
         self.kl = torch.zeros(())
         self.mean_tokens = 1.0
-        # Chosen or good answers, rejected or bad ones, correct ones, the rewards of both kinds, and of rated answers the KL terms
-        # and their number.
+        # In this order: the numbers of chosen (or good) and of rejected (or bad) answers, of pairs or rated answers, and of the
+        # correct ones; the rewards of chosen and of rejected answers; the number of answers with a KL term, and the terms' sum.
         self._sums: torch.Tensor | None = None
 
     @classmethod
@@ -125,9 +125,10 @@ class PreferenceLoss:
             log_probabilities: of the labels of each row [rows], by the trained model.
             reference: the same by the model before the training. NaN: unknown, as in trials, which then compute the loss and the
                 gradient of a run's first step.
-            num_tokens: the labels of each row, and those without the first token of the row [2, rows].
-            counts: whether the rewards of these pairs are added up. Pairs that do not count are stand-ins: the reference is of
-                other tokens than theirs.
+            num_tokens: the number of labels of each row, and how many of them the model predicts [2, rows]. It does not predict
+                the first token of a row.
+            counts: whether the rewards of these pairs are added up. It is False for stand-ins, which only keep ranks in step.
+                The reference belongs to other tokens than theirs, so it is not used.
         """
         ratios = log_ratios(log_probabilities, reference if counts else torch.full_like(reference, torch.nan))
         num_labels, num_predicted = num_tokens.clamp(min=1)
@@ -180,15 +181,17 @@ class PreferenceLoss:
             num_rated = torch.full((), float(len(ratings)), device=rewards.device)
             num_good = ratings.sum().float()
             good = (rewards * ratings).sum()
-            kl = self.kl.to(rewards) * num_rated
+            num_with_kl = num_rated * settings.has_kl
             correct = (gains > 0).sum().float()
-            self._add_sums([num_good, num_rated - num_good, correct, good, rewards.sum() - good, kl, num_rated])
+            numbers = [num_good, num_rated - num_good, num_rated, correct, good, rewards.sum() - good]
+            self._add_sums([*numbers, num_with_kl, self.kl.to(rewards) * num_with_kl])
         return (weights * (1.0 - torch.sigmoid(settings.beta * gains))).mean()
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         num_pairs = torch.full((), float(len(chosen)), device=chosen.device)
         none = torch.zeros_like(num_pairs)
-        self._add_sums([num_pairs, num_pairs, (chosen > rejected).sum().float(), chosen.sum(), rejected.sum(), none, none])
+        correct = (chosen > rejected).sum().float()
+        self._add_sums([num_pairs, num_pairs, num_pairs, correct, chosen.sum(), rejected.sum(), none, none])
 
     def _add_sums(self, numbers: list[torch.Tensor]) -> None:
         sums = torch.stack(numbers)

@@ -107,7 +107,9 @@ class ReferencePass:
             for batch in batches:
                 self.check_stop()
                 parts = self.passes.run(
-                    batch.micro_batches, lambda micro_batch: compute_log_probabilities(model, plan, micro_batch).cpu()
+                    batch.micro_batches,
+                    lambda micro_batch: compute_log_probabilities(model, plan, micro_batch).cpu(),
+                    of="reference",
                 )
                 _put_rows(values, [part for part in batch.micro_batches if self.passes.runs(part)], parts)
         model.train(was_training)

@@ -48,10 +48,10 @@ from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequenc
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
-from upshift.training.forward_passes import ForwardPasses, Shape
+from upshift.training.forward_passes import ForwardPasses
 from upshift.training.held_memory import held_bytes, held_peak_bytes, limited_memory, reset_held_peak
 from upshift.training.job.processes import TOKENIZER_NAME
-from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.out_of_memory import Halved, is_out_of_memory
 from upshift.training.prepare import (
     chunked_loss,
     compile_layers,
@@ -149,17 +149,26 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     if mesh.rank == 0:
         send_partial(complete(unfinished_result()))
     seed_rng(request.seed, 0, mesh.rank // plan.layout.tensor_parallel)
-    clips = request.clips_gradients and not plan.optimizer_in_backward
-    arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
-    train_step = TrainStep(model, mesh, arguments, on_halved=_raise_does_not_fit)
+    train_step = TrainStep(model, mesh, _arguments_of(request), on_halved=_raise_does_not_fit)
     reset_held_peak(plan)  # loading has its own prediction
     trial = Trial(train_step, batches, request, lambda rough: send_partial(complete(rough)))
     return complete(trial.run())
 
 
-def _raise_does_not_fit(largest: Shape, smaller: Shape, message: str) -> None:
+def _arguments_of(request: TrialRequest) -> Arguments:
+    """Return the arguments of a run with the same work in each step."""
+    clips = request.clips_gradients and not request.plan.optimizer_in_backward
+    return Arguments(
+        max_steps=1000,
+        seed=request.seed,
+        max_grad_norm=1.0 if clips else 0.0,
+        kto_loss="kto" if request.has_kl_pass else "apo_zero_unpaired",
+    )
+
+
+def _raise_does_not_fit(halved: Halved) -> None:
     """Raise MemoryError, because the plan's micro-batches do not fit. A run would go on with smaller ones."""
-    raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {message}")
+    raise MemoryError(f"a micro-batch of {' x '.join(map(str, halved.largest))} tokens does not fit: {halved.message}")
 
 
 def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Batches:
