@@ -159,7 +159,7 @@ SequenceLength = Annotated[
 Images = Annotated[
     int | None,
     option(
-        "--images", panel=Panel.ROWS, metavar="N", least=0, default="1 if the model is trained on images beside text, else 0",
+        "--images", panel=Panel.ROWS, metavar="N", least=0, default="1 if the model is no language model by itself, else 0",
         text="Plan for rows with so many images each. Their tokens count in --sequence-length.",
     ),
 ]  # fmt: skip
