@@ -151,7 +151,11 @@ class LengthHistogram(Value):
 
     def num_flat_widths(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8, processes: int = 1) -> int:
         """Return how many widths the sample's rows of up to micro_batch x sequence_length tokens have."""
-        return len({round_up(fill, pad_multiple) for fill in self._flat_rows(micro_batch, global_batch, processes)})
+
+        def count() -> int:
+            return len({round_up(fill, pad_multiple) for fill in self._flat_rows(micro_batch, global_batch, processes)})
+
+        return self._get_or_compute(("flat widths", micro_batch, global_batch, processes, pad_multiple), count)
 
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
         """Return the tokens of the longest of the sample's rows of up to micro_batch x sequence_length tokens."""

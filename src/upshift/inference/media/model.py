@@ -82,6 +82,20 @@ def load_model(source: ModelSource, run: Run | None = None) -> Any:
     return load_source(source, dtype=dtype, model_class=model_class, run=run).eval()
 
 
+def load_tokenizer(source: ModelSource) -> Any:
+    """Return the tokenizer beside a model. Raise RequestError if none loads.
+
+    That of a CTC head has no tokenizer.json, because only Python's code puts its texts together."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source.directory)
+    except (OSError, ValueError, ImportError) as error:
+        raise RequestError(
+            f"{source.reference!r} has no tokenizer that loads ({one_line(error, limit=200)}); save one beside the model"
+        ) from None
+
+
 def load_encoder(source: ModelSource, config: MediaConfig) -> Any:
     """Return the model. Raise RequestError if the files lack a weight that its rows depend on."""
     return load_model(source, partial(_encode_samples, config, MediaInputs(source)))

@@ -13,7 +13,7 @@ from upshift.errors import RequestError
 from upshift.importing import quiet_logger
 from upshift.inference.computing_device import computing_host
 from upshift.inference.media.files import GivenLabels
-from upshift.inference.media.model import MediaInputs, load_model
+from upshift.inference.media.model import MediaInputs, load_model, load_tokenizer
 from upshift.inference.tokenizer import tokenizer_files
 from upshift.inference.weights import find_weights, stored_for
 from upshift.loading.media_files import MediaItem, Modality, check_media, check_sounds, read_image, read_sound_at
@@ -21,7 +21,6 @@ from upshift.models.build import find_architecture
 from upshift.models.config import label_names
 from upshift.models.source import ModelSource
 from upshift.models.tasks import TASKS, tasks_of
-from upshift.text import one_line
 
 TEXTS = "zero-shot-classification"  # transformers' pipeline for labels that a classifier of texts was not trained for
 ENTAILMENT = "entail"  # the label with which that pipeline's classifiers say that a sentence follows from a text begins so
@@ -54,7 +53,7 @@ class Predictor:
         self._inputs = MediaInputs(self.source)
         if self.modality != "text":
             self._check_post_processing(self._inputs.processor(self.modality))
-        self._tokenizer = self._load_tokenizer() if given is not None or tokenizer_files(self.source) else None
+        self._tokenizer = load_tokenizer(self.source) if given is not None or tokenizer_files(self.source) else None
         self._pipeline: Any = None
 
     @property
@@ -69,16 +68,6 @@ class Predictor:
                 f"the image processor of {self.source.reference!r} is a {type(processor).__name__}, which has no "
                 f"{' or '.join(methods)}; save the processor that belongs to the model beside it"
             )
-
-    def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.source.directory)
-        except (OSError, ValueError, ImportError) as error:
-            raise RequestError(
-                f"{self.source.reference!r} has no tokenizer that loads ({one_line(error, limit=200)}); save one beside the model"
-            ) from None
 
     def check(self, items: Sequence[MediaItem]) -> None:
         """Raise RequestError with the first item that cannot be read, or that the task does not take."""

@@ -14,12 +14,11 @@ import torch
 
 from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
-from upshift.inference.media.model import MediaInputs, load_model
+from upshift.inference.media.model import MediaInputs, load_model, load_tokenizer
 from upshift.inference.weights import find_weights, stored_for
 from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_sound_at, sound_header
 from upshift.models.build import find_architecture
 from upshift.models.tasks import tasks_of
-from upshift.text import one_line
 
 TASK = "automatic-speech-recognition"
 BATCH = 8  # sounds whose inputs have one size
@@ -74,19 +73,8 @@ class Transcriber:
         self._inputs = MediaInputs(self.source)
         self._extractor = self._inputs.processor("audio")
         self._window_seconds = self._inputs.sound_limits()[1]
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = load_tokenizer(self.source)
         self._model: Any = None
-
-    def _load_tokenizer(self) -> Any:
-        """Return the tokenizer. That of a CTC head has no tokenizer.json, because only Python's code puts its texts together."""
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.source.directory)
-        except (OSError, ValueError, ImportError) as error:
-            raise RequestError(
-                f"{self.source.reference!r} has no tokenizer that loads ({one_line(error, limit=200)}); save one beside the model"
-            ) from None
 
     def check(self, items: Sequence[MediaItem]) -> None:
         """Raise RequestError with the first item that is no sound, cannot be read, or is longer than the model reads."""
