@@ -41,6 +41,7 @@ from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, key_by_nvml
 from upshift.hardware.catalog.row import GpuFacts
 from upshift.hardware.cgroup import read_limits
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.loading.placement.memory_limits import memory_limits
 from upshift.planning import planner
@@ -689,7 +690,7 @@ def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
         "sys/fs/cgroup/kubepods/cpu.max": "600000 100000\n",
         f"{group}/box/memory.max": f"{8 * GIB}\n",
         f"{group}/box/memory.current": f"{3 * GIB}\n",
-        f"{group}/box/memory.stat": f"anon 1\ninactive_file {1 * GIB}\nactive_file 5\n",
+        f"{group}/box/memory.stat": f"anon 1\ninactive_file {GIB // 2}\nactive_file {GIB // 2}\n",
         f"{group}/memory.max": f"{16 * GIB}\n",
         f"{group}/memory.current": f"{15 * GIB}\n",
         "sys/fs/cgroup/kubepods/memory.max": "max\n",
@@ -725,6 +726,20 @@ def test_cgroup_v1_in_a_container(tmp_path: Path) -> None:
     assert host.cpu.usable_cores == 1  # half a core is still one thread
     plant(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{unlimited}\n"})
     assert read_limits(tmp_path).memory_bytes is None
+
+
+@pytest.mark.parametrize(("limit_gib", "free_gib"), [(None, 48), (100, 48), (16, 14), (4, 2)])
+def test_free_memory_is_the_least_of_the_machine_and_its_container(tmp_path: Path, limit_gib: int | None, free_gib: int) -> None:
+    """Of 64 GiB 48 are available. The container's processes hold 2 GiB, and the pages of files that they read are 2 GiB more."""
+    plant(tmp_path, {
+        "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemAvailable: {48 * 2**20} kB\n",
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": f"{'max' if limit_gib is None else limit_gib * GIB}\n",
+        "sys/fs/cgroup/box/memory.current": f"{4 * GIB}\n",
+        "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {GIB // 2}\nactive_file {3 * GIB // 2}\n",
+    })  # fmt: skip
+    assert free_memory_bytes(tmp_path) == free_gib * GIB
 
 
 def test_no_cgroups_is_no_limit(tmp_path: Path) -> None:

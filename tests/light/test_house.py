@@ -347,6 +347,16 @@ def test_public_names() -> None:
     assert [name for name in PUBLIC_NAMES if name not in dir(upshift)] == []
 
 
+def test_only_hardware_reads_how_much_memory_is_free() -> None:
+    """The machine's figure alone is wrong in a container, whose limit free_memory_bytes knows."""
+    broken = []
+    for file in sources():
+        if module_of(file) != "upshift.hardware.host_memory":
+            uses = (node for node in nodes(file) if isinstance(node, ast.Attribute) and node.attr == "virtual_memory")
+            broken += [at(file, node.lineno) for node in uses]
+    refuse(broken, "call free_memory_bytes of hardware/host_memory.py")
+
+
 def test_only_settings_reads_the_environment() -> None:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     broken = []

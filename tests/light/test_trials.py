@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_up_plans import made_up_planning
 
@@ -299,3 +301,14 @@ def test_free_heap_goes_back_each_time_that_holes_have_slowly_grown(monkeypatch:
     assert times_given_back == 400 // 51
     nothing_known = held_memory.HeldMemory(None, give_back=lambda: None)
     assert not nothing_known.after_step(10**12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux alone")
+def test_memory_beyond_the_containers_raises_an_error_before_the_kernel_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 GiB is free, and two processes share it: one may take 0.475 GiB."""
+    monkeypatch.setattr(held_memory, "free_memory_bytes", lambda: 2**30)
+    with held_memory.limited_memory(num_processes=2):
+        np.empty(2**28, np.uint8)
+        with pytest.raises(MemoryError):
+            np.empty(2**29, np.uint8)
+    np.empty(2**29, np.uint8)

@@ -54,19 +54,21 @@ def _cores(group: _Group) -> float | None:
 def _memory(group: _Group) -> tuple[int, int] | None:
     """Return the limit, and the part of it that is free, in bytes.
 
-    Reclaimable file pages do not count as used, as in Kubernetes' working set.
+    Pages of files do not count as used, as in the kernel's MemAvailable: the kernel takes them back before it ends a process.
     """
-    names = ("memory.max", "memory.current", "inactive_file")
+    names = ("memory.max", "memory.current")
+    prefix = ""
     if group.version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        prefix = "total_"  # with the groups below
     limit = read_text(group.path / names[0])
     used = read_text(group.path / names[1])
     if not limit.isdigit() or int(limit) >= UNLIMITED:
         return None
     statistics = dict(line.split() for line in read_text(group.path / "memory.stat").splitlines())
-    reclaimable = int(statistics.get(names[2], "0"))
-    working_set = max(0, int(used or 0) - reclaimable)
-    return int(limit), max(0, int(limit) - working_set)
+    file_pages = sum(int(statistics.get(f"{prefix}{kind}_file", "0")) for kind in ("active", "inactive"))
+    held = max(0, int(used or 0) - file_pages)
+    return int(limit), max(0, int(limit) - held)
 
 
 def _ancestors(root: Path, controller: str) -> Iterator[_Group]:

@@ -16,6 +16,7 @@ from typing import Any
 from upshift.hardware.catalog.interconnect import gpu_link, pcie_link
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
 from upshift.hardware.cgroup import CgroupLimits, read_limits, read_text
+from upshift.hardware.host_memory import read_host_memory
 from upshift.hardware.nvml import find_gpus
 from upshift.hardware.spec import Cpu, Gpu, Host, Isa
 from upshift.settings import read_settings
@@ -131,7 +132,7 @@ def _cpu(root: Path, affinity: Collection[int] | None, limits: CgroupLimits) -> 
     info = _cpuinfo(root)
     architecture = ARCHITECTURES.get(platform.machine().lower())
     cores = _core_of_cpu(root)
-    total, available, memory_origin = _memory(root)
+    total, available, memory_origin = read_host_memory(root)
     usable, usable_origin = _usable_cores(cores, affinity, limits)
     flags = info.get("flags") or info.get("Features")
     isa = None if flags is None or architecture is None else _isa(architecture, set(flags.split()))
@@ -228,13 +229,3 @@ def _cache_bytes(root: Path, *, level: int) -> int | None:
         if unit and size[:-1].isdigit() and read_text(folder / "level") == str(level):
             instances[read_text(folder / "shared_cpu_list")] = int(size[:-1]) * unit
     return sum(instances.values()) or None
-
-
-def _memory(root: Path) -> tuple[int, int, str]:
-    """Return the total bytes of RAM, the available bytes, and the source of both."""
-    lines = (line.split() for line in read_text(root / "proc/meminfo").splitlines())
-    kib = {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1 and fields[1].isdigit()}
-    if "MemTotal:" in kib and "MemAvailable:" in kib:
-        return kib["MemTotal:"] * KIB, kib["MemAvailable:"] * KIB, "/proc/meminfo"
-    memory = importlib.import_module("psutil").virtual_memory()
-    return memory.total, memory.available, "psutil"

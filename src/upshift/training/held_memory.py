@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
 
@@ -107,7 +108,7 @@ def limited_memory(num_processes: int = 1) -> Iterator[None]:
     """Limit the memory of this process while open, so that running out raises an error before the system kills processes."""
     memory = psutil.Process().memory_info()
     used = getattr(memory, "data", memory.rss)  # RLIMIT_DATA counts mapped memory, touched or not
-    limit = int(used + psutil.virtual_memory().available * USABLE_SHARE / num_processes)
+    limit = int(used + free_memory_bytes() * USABLE_SHARE / num_processes)
     previous_limits = resource.getrlimit(resource.RLIMIT_DATA)
     hard_limit = previous_limits[1]
     highest = hard_limit if hard_limit != resource.RLIM_INFINITY else limit

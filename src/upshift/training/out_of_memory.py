@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from upshift.benchmarking.meters import resident_bytes, tensor_bytes
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.batches.collate import MicroBatch
@@ -287,7 +287,7 @@ def read_memory(device: str) -> MemoryReadings:
             allocator=allocator,
         )
     held = resident_bytes()
-    return MemoryReadings(held=held, own=held, tensors=0, free=psutil.virtual_memory().available, allocator={})
+    return MemoryReadings(held=held, own=held, tensors=0, free=free_memory_bytes(), allocator={})
 
 
 def make_autopsy(

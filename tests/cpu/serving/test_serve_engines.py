@@ -12,7 +12,6 @@ import stat
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,15 +249,13 @@ sys.stdin.readline()
 sys.stdin.readline()
 """
 READY = """print('{"kind": "spare", "resident_bytes": 7}', flush=True)"""
-MACHINE = SimpleNamespace(available=2**40)
 
 
 @pytest.fixture
 def write_spare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Return a function that makes a program the spare process. Each answers a first line, and waits for a second one."""
     monkeypatch.setattr(process, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: MACHINE)
-    monkeypatch.setattr(process, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
+    monkeypatch.setattr(process, "free_memory_bytes", lambda: 2**40)
 
     def write(answer: str) -> None:
         program = tmp_path / "spare"
@@ -323,17 +320,15 @@ def test_a_spare_process_that_is_of_no_use(
     assert "ended while it waited" in caplog.text
 
 
-@pytest.mark.parametrize("reason", ["machine", "container", "system"])
+@pytest.mark.parametrize("reason", ["memory", "system"])
 def test_without_a_spare_process(
     reason: str, write_spare: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The memory that is free on the machine or in the container is too little, or no process can start: the log says so."""
+    """The memory that is free is too little, or no process can start: the log says so."""
     caplog.set_level(logging.INFO)
     write_spare(READY)
-    if reason == "machine":
-        monkeypatch.setattr(process.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    elif reason == "container":
-        monkeypatch.setattr(process, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=2**30))
+    if reason == "memory":
+        monkeypatch.setattr(process, "free_memory_bytes", lambda: 2**30)
     else:
         monkeypatch.setattr(sys, "executable", "/nowhere")
 

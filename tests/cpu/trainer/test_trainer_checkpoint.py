@@ -544,16 +544,6 @@ def test_who_reads_the_files_finds_them_whole(tmp_path: Path, monkeypatch: pytes
     assert set(slow.threads) == {threading.main_thread()}
 
 
-def test_room_counts_what_training_needs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_save.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    monkeypatch.setattr(async_save, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
-    monkeypatch.setattr(async_save, "resident_bytes", lambda: 5000)
-    monkeypatch.setattr(async_save, "resident_peak_bytes", lambda: 5300)
-    assert async_save.has_room(650) and not async_save.has_room(651)
-    monkeypatch.setattr(async_save, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=400))
-    assert async_save.has_room(80) and not async_save.has_room(81)
-
-
 def test_pushing_writes_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded: list[list[str]] = []
 

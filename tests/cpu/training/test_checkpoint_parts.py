@@ -188,12 +188,9 @@ def test_a_copy_needs_room_beside_what_the_process_may_need_again(monkeypatch: p
     """1,000 bytes are free, of which 950 may be used; the process held 100 more at its peak."""
     monkeypatch.setattr(async_save, "resident_peak_bytes", lambda: 500)
     monkeypatch.setattr(async_save, "resident_bytes", lambda: 400)
-    monkeypatch.setattr(async_save.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    for limit, room in ((None, 850), (5000, 850), (600, 470)):
-        monkeypatch.setattr(async_save, "read_limits", lambda root, limit=limit: SimpleNamespace(free_memory_bytes=limit))
-        assert has_room(room) and not has_room(room + 1)
+    monkeypatch.setattr(async_save, "free_memory_bytes", lambda: 1000)
+    assert has_room(850) and not has_room(851)
     monkeypatch.setattr(async_save, "resident_peak_bytes", lambda: 300)
-    monkeypatch.setattr(async_save, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
     assert has_room(950) and not has_room(951)
 
 

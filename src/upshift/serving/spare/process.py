@@ -6,12 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-import psutil
 
 from upshift import parent_process
-from upshift.hardware.cgroup import read_limits
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.serving.messages import FROM_ENGINE, MAX_LINE_BYTES, EngineRequest, SpareReady
 from upshift.units import format_bytes
 
@@ -115,10 +112,3 @@ class SpareProcess:
         else:
             self._process = None
             await kill_process(process)
-
-
-def free_memory_bytes() -> int:
-    """Return the bytes of memory that are free for this process: on the machine, and within the limit of its container."""
-    available = int(psutil.virtual_memory().available)
-    limit = read_limits(Path("/")).free_memory_bytes
-    return available if limit is None else min(available, limit)

@@ -12,16 +12,14 @@ import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
 from upshift.errors import JobFailed, UpshiftError
-from upshift.hardware.cgroup import read_limits
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.training.checkpoint.model import saved_state
 from upshift.training.checkpoint.optimizer import OptimizerContent
 
@@ -104,11 +102,8 @@ def has_room(num_bytes: int) -> bool:
 
     The process may again need as much memory as at its peak, so the difference to the memory that it has now stays free.
     """
-    limit = read_limits(Path("/")).free_memory_bytes
-    available = int(psutil.virtual_memory().available)
-    free = available if limit is None else min(available, limit)
     needed_again = max(0, resident_peak_bytes() - resident_bytes())
-    return num_bytes + needed_again <= USABLE_SHARE * free
+    return num_bytes + needed_again <= USABLE_SHARE * free_memory_bytes()
 
 
 class HostCopies:

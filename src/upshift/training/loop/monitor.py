@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
@@ -24,6 +23,7 @@ from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.run_report import delete_reports, leave_findings, report_of
 from upshift.debugging.step_signs import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.hardware.host_memory import free_memory_bytes
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.out_of_memory import find_out_of_memory
@@ -133,7 +133,7 @@ class RunMonitor:
         elif self._attributed_steps_left > 0:
             self._attributed_steps_left -= 1
             if self._attributed_steps_left == 0:
-                free = torch.cuda.mem_get_info()[0] if self._on_device else psutil.virtual_memory().available
+                free = torch.cuda.mem_get_info()[0] if self._on_device else free_memory_bytes()
                 growth_per_step = {name: size / ATTRIBUTED_STEPS for name, size in self._growth_bytes.items()}
                 self._report(leak_finding(self._growth, grew=growth_per_step, free=free))
 
