@@ -6,9 +6,12 @@ import math
 from pathlib import Path
 
 from headless import opened
+from made_up_plans import made_up_planning
+from web_driver import driven
 
 from upshift.benchmarking.claims import claim_statuses, find_cases
 from upshift.reports.claims import claims_page
+from upshift.reports.plan.page import write_plan_page
 from upshift.reports.plots import Candidate
 from upshift.reports.run.content import ComparisonRow, LossCurve, MemoryHistory, MemorySample, RunPage, Sample
 from upshift.reports.run.page import write_run_page
@@ -41,6 +44,30 @@ def made_up_page() -> RunPage:
         loss_curves=(LossCurve(name=HOSTILE, training=tuple(losses), held_out=((0, 4), (90, 3))),),
         samples=(Sample(prompt="Once", text=HOSTILE),),
     )
+
+
+# What reaches beyond the right edge, but for what scrolls by itself, and figures whose caption is under the plot.
+FAULTS = """
+const width = document.documentElement.clientWidth;
+const outside = [...document.querySelectorAll("body *")].filter(element =>
+  !element.closest(".scroll, pre, svg") && element.getBoundingClientRect().right > width + 1);
+const covered = [...document.querySelectorAll("figure")].filter(figure =>
+  figure.querySelector(".svg-container").getBoundingClientRect().bottom
+    > figure.querySelector("figcaption").getBoundingClientRect().top + 1);
+return [...outside, ...covered].map(element => element.outerHTML.slice(0, 80));
+"""
+
+
+def test_nothing_sticks_out_at_the_width_of_a_phone_or_a_desk(tmp_path: Path) -> None:
+    write_run_page(tmp_path / "run.html", made_up_page())
+    write_plan_page(tmp_path / "plan.html", made_up_planning(architecture=HOSTILE), model=HOSTILE)
+    with driven(tmp_path / "profile") as page:
+        for width in (390, 1280):
+            page.resize(width, 900)
+            for name in ("run", "plan"):
+                page.open((tmp_path / f"{name}.html").as_uri())
+                assert page.run("return document.documentElement.dataset.plots") is not None
+                assert page.run(FAULTS) == [], (name, width)
 
 
 def test_claims_are_drawn_on_a_phone_without_an_error(tmp_path: Path) -> None:

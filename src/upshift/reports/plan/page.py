@@ -199,7 +199,9 @@ def plans_section(planning: Planning, drawing: PlansFigure, listed: Selectable) 
     verb = "plans fit" if unknown_limit is None else "plans are possible"
     above = f"{len(ranking.candidates):,} {verb}, {ranking.num_rejected:,} were rejected. "
     if unknown_limit:
-        above += f"{unknown_limit}."
+        above += f"{unknown_limit}. "
+    if planning.preference:
+        above += f"{planning.preference}."
     caption = (
         f"Each dot is one plan, coloured by {drawing.grouping}; point at it to read it. Hollow dots do not fit. "
         "On the line are the fastest plans for their memory; the star is the best."
