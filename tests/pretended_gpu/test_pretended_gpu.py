@@ -83,6 +83,28 @@ def test_the_device_does_what_a_gpu_does(in_new_process: Run) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "as a GPU does"), done.stderr
 
 
+SEEN = """
+import torch
+started = torch.cuda.is_initialized()
+count = torch.cuda.device_count()
+total = torch.arange(3, device="cuda").sum().item() if count else 3
+print(count, *(torch.cuda.get_device_name(number) for number in range(count)), started, total, sep=", ")
+"""
+
+
+def test_each_command_has_the_gpus_of_its_own_environment(on_gpus: Run) -> None:
+    """Commands are forks of one process, which has other GPUs and has not used them."""
+    card = "NVIDIA GeForce RTX 4090"
+    for gpus, variables, expected in (
+        ("2x4090", {}, f"2, {card}, {card}, False, 3"),
+        ("t4", {}, "1, Tesla T4, False, 3"),
+        ("2x4090", {"CUDA_VISIBLE_DEVICES": ""}, "0, False, 3"),
+        ("2x4090", {"CUDA_VISIBLE_DEVICES": "1"}, f"1, {card}, False, 3"),
+    ):
+        done = on_gpus(gpus, "-c", SEEN, **variables)
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
 def test_a_training_with_trials_is_that_of_the_cpu(
     train: Callable[..., dict[str, object]], on_gpus: Run, job: Path, tmp_path: Path
 ) -> None:
