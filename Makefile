@@ -49,7 +49,8 @@ demo: $(VENV)/.core
 # other. What a test trains may take more threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another
 # sleeps, and does not hold a core. Traces of models are kept for the next run, as long as the code that makes them stays the same
 # (tests/shared_traces.py). The processes that tests start share the compiled source, which PYTHONDONTWRITEBYTECODE would prevent.
-# The last step repeats the tests that failed, alone (tests/whole_suite.py).
+# --durations also prints the CPU-seconds of as many files (tests/cpu_seconds.py). The last step repeats the tests that failed, alone
+# (tests/whole_suite.py).
 test: check
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
 

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import typer.testing
 
+from cpu_seconds import CpuSeconds
 from shared_traces import session_folder, share
 from upshift.importing import importing
 
@@ -21,6 +22,10 @@ from upshift.importing import importing
 # same at every run: what 50 of them do not find, no later run finds either.
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import cpu_seconds
+
 SCRIPT = Path(__file__).parents[1] / "whole_suite.py"
 TESTS = """
 import pathlib
@@ -97,3 +99,37 @@ def test_a_file_that_cannot_be_collected_fails_the_run(options: tuple[str, ...],
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     ended = start(tmp_path, *options, "test_made.py", "test_broken.py")
     assert ended.returncode != 0 and "not collected: test_broken.py" in ended.stdout.splitlines(), ended.stdout + ended.stderr
+
+
+COMPUTING = """
+import subprocess
+import sys
+import time
+
+WORK = "import time\\nwhile time.process_time() < {seconds}: pass"
+
+
+def test_here():
+    exec(WORK.format(seconds=time.process_time() + 0.3))
+
+
+def test_in_a_child():
+    subprocess.run([sys.executable, "-c", WORK.format(seconds=0.6)], check=True)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["one process", "several processes"])
+def test_a_file_s_cpu_seconds_are_those_of_its_processes(options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "test_computes.py").write_text(COMPUTING)
+    (tmp_path / "test_rests.py").write_text("def test_rests():\n    pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "from cpu_seconds import CpuSeconds\n\n\ndef pytest_configure(config):\n    config.pluginmanager.register(CpuSeconds())\n"
+    )
+    path = str(Path(cpu_seconds.__file__).parent)
+    ended = start(tmp_path, *options, "--durations=2", "-o", f"pythonpath={path}", "test_rests.py", "test_computes.py")
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first = next(number for number, line in enumerate(lines) if line.endswith(" all files"))
+    found = {name: [float(number) for number in numbers] for *numbers, name in map(str.split, (lines[first + 1],))}
+    whole, own, children = found["test_computes.py"]
+    assert 0.3 <= own < 3 and 0.6 <= children < 6 and whole == pytest.approx(own + children, abs=0.11)

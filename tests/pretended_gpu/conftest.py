@@ -1,20 +1,27 @@
-"""Tests on a GPU that is not there. Each process of a test has the device by its environment (pretended_gpus.py)."""
+"""Tests on a GPU that is not there. Each process of a test has the device by its environment (pretended_gpus.py).
+
+Commands are forks of one process that has imported everything (forked_command.py). The processes that they start are new ones.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pretended_gpus
 import pytest
 from pretended_gpus import Run
+from warm_scripts import WarmScripts
 
 from shared_traces import session_folder, share_traces
 
 RUN_SECONDS = 900.0
+MOST_GPUS = "8xh100"  # of the process that commands are forks of: each fork has the GPUs of its own environment
+RECORD = "FUNCTIONS_THAT_RAN"  # is begun when a process starts
 HERE = Path(__file__).parent
 
 
@@ -33,16 +40,51 @@ def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return share_traces(tmp_path / "cache", session_folder(tmp_path_factory.getbasetemp()), "pretended_gpu")
 
 
+@pytest.fixture(scope="session")
+def forked_commands() -> Iterator[WarmScripts]:
+    variables = pretended_gpus.environment(MOST_GPUS)
+    path = os.pathsep.join([variables["PYTHONPATH"], str(HERE)])
+    commands = WarmScripts("forked_command", variables | {"PYTHONPATH": path})
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="session")
+def run_on_gpus(forked_commands: WarmScripts, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a function that runs Python on these GPUs: ``run_on_gpus("8xh100", "script.py")``."""
+
+    def run(gpus: str, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = pretended_gpus.environment(gpus, **variables)
+        folder = cwd or tmp_path_factory.getbasetemp()
+        if RECORD not in environment:
+            return forked_commands.run(*command, timeout=RUN_SECONDS, cwd=folder, environment=environment)
+        return run_anew(command, folder, environment)
+
+    return run
+
+
+def run_anew(command: Sequence[str], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=cwd, capture_output=True, text=True, timeout=RUN_SECONDS, check=False,
+    )  # fmt: skip
+
+
 @pytest.fixture
-def on_gpus(tmp_path: Path, cache: Path) -> Run:
-    """Return a function that runs Python on these GPUs: ``on_gpus("2xh100", "-m", "upshift", "doctor")``."""
+def on_gpus(tmp_path: Path, cache: Path, run_on_gpus: Run) -> Run:
+    """Return a function that runs Python on these GPUs in the test's folder: ``on_gpus("2xh100", "-m", "upshift", "doctor")``."""
 
     def run(gpus: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = pretended_gpus.environment(gpus, **{"UPSHIFT_CACHE": str(cache), **variables})
-        return subprocess.run(
-            [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_SECONDS,
-            check=False,
-        )  # fmt: skip
+        return run_on_gpus(gpus, *command, cwd=tmp_path, **{"UPSHIFT_CACHE": str(cache), **variables})
+
+    return run
+
+
+@pytest.fixture
+def in_new_process(tmp_path: Path, cache: Path) -> Run:
+    """Return what ``on_gpus`` does, in a process that imports everything anew: for tests about imports and the probe itself."""
+
+    def run(gpus: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return run_anew(command, tmp_path, pretended_gpus.environment(gpus, **{"UPSHIFT_CACHE": str(cache), **variables}))
 
     return run
 

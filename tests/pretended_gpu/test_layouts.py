@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import pretended_gpus
 import pytest
 from parallel_runs import Case, Result, assert_as_one_process, reference_name, run, with_references
+from pretended_gpus import Run
 
 BF16 = {"precision": "bf16"}
 SLOWER = {"learning_rate": 1e-3}
@@ -48,15 +46,10 @@ CASES = {name: replace(case, device="cuda") for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Result]:
+def results(tmp_path_factory: pytest.TempPathFactory, run_on_gpus: Run) -> Mapping[str, Result]:
+    script = str(Path(__file__).with_name("gpu_ranks.py"))
     folder = tmp_path_factory.mktemp("layouts")
-    return run(with_references(CASES), folder, run_on_gpus)
-
-
-def run_on_gpus(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(__file__).with_name("gpu_ranks.py")), *arguments]
-    environment = pretended_gpus.environment("8xh100")
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run(with_references(CASES), folder, lambda _, *given: run_on_gpus("8xh100", script, *given))
 
 
 @pytest.mark.parametrize("name", CASES)

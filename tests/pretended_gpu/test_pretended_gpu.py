@@ -9,15 +9,12 @@ import ast
 import json
 import random
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import functions_that_ran
-import pretended_gpus
 import pytest
 from pretended_gpus import Run
 
@@ -81,9 +78,31 @@ def losses(record: dict[str, object]) -> list[float]:
     return [loss for _, loss in details["loss_curve"]]
 
 
-def test_the_device_does_what_a_gpu_does(on_gpus: Run) -> None:
-    done = on_gpus("2xh100", str(HERE / "use_device.py"))
+def test_the_device_does_what_a_gpu_does(in_new_process: Run) -> None:
+    done = in_new_process("2xh100", str(HERE / "use_device.py"))
     assert (done.returncode, done.stdout.strip()) == (0, "as a GPU does"), done.stderr
+
+
+SEEN = """
+import torch
+started = torch.cuda.is_initialized()
+count = torch.cuda.device_count()
+total = torch.arange(3, device="cuda").sum().item() if count else 3
+print(count, *(torch.cuda.get_device_name(number) for number in range(count)), started, total, sep=", ")
+"""
+
+
+def test_each_command_has_the_gpus_of_its_own_environment(on_gpus: Run) -> None:
+    """Commands are forks of one process, which has other GPUs and has not used them."""
+    card = "NVIDIA GeForce RTX 4090"
+    for gpus, variables, expected in (
+        ("2x4090", {}, f"2, {card}, {card}, False, 3"),
+        ("t4", {}, "1, Tesla T4, False, 3"),
+        ("2x4090", {"CUDA_VISIBLE_DEVICES": ""}, "0, False, 3"),
+        ("2x4090", {"CUDA_VISIBLE_DEVICES": "1"}, f"1, {card}, False, 3"),
+    ):
+        done = on_gpus(gpus, "-c", SEEN, **variables)
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
 def test_a_training_with_trials_is_that_of_the_cpu(
@@ -158,11 +177,9 @@ def test_the_doctor_names_the_gpus(on_gpus: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory, job: Path) -> dict[str, dict[str, Any]]:
+def counted(tmp_path_factory: pytest.TempPathFactory, run_on_gpus: Run, job: Path) -> dict[str, dict[str, Any]]:
     """Return what happened in each case of count_waits.py."""
-    folder = tmp_path_factory.mktemp("counted")
-    command = [sys.executable, str(HERE / "count_waits.py"), str(job), str(folder)]
-    done = subprocess.run(command, env=pretended_gpus.environment("h100"), capture_output=True, text=True, check=False)
+    done = run_on_gpus("h100", str(HERE / "count_waits.py"), str(job), str(tmp_path_factory.mktemp("counted")))
     assert done.returncode == 0, done.stderr[-3000:]
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     return {case.pop("case"): case for case in cases}
@@ -228,9 +245,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("gpus", "used_mib"), [("2xh100", "500"), ("t4", "15000")])
-def test_the_probe_measures_every_gpu_in_processes_of_its_own(on_gpus: Run, gpus: str, used_mib: str, tmp_path: Path) -> None:
+def test_the_probe_measures_every_gpu_in_processes_of_its_own(
+    in_new_process: Run, gpus: str, used_mib: str, tmp_path: Path
+) -> None:
     (tmp_path / "probing.py").write_text(PROBE)
-    done = on_gpus(gpus, str(tmp_path / "probing.py"), PRETENDED_USED_MIB=used_mib)
+    done = in_new_process(gpus, str(tmp_path / "probing.py"), PRETENDED_USED_MIB=used_mib)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     measured = answer["measured"]
@@ -299,11 +318,11 @@ with fork_server("asking_worker") as server:
 """
 
 
-def test_importing_a_worker_does_not_start_cuda(on_gpus: Run, tmp_path: Path) -> None:
+def test_importing_a_worker_does_not_start_cuda(in_new_process: Run, tmp_path: Path) -> None:
     """A worker may import any library that asks for GPUs: its children are forks, which start in milliseconds."""
     (tmp_path / "asking_worker.py").write_text("".join(f"import {worker}\n" for worker in WORKERS) + ASKING_WORKER)
     (tmp_path / "answers.py").write_text(ANSWERS)
-    done = on_gpus("2x4090", "-c", ASK)
+    done = in_new_process("2x4090", "-c", ASK)
     assert done.stdout.count("forked True, lost CUDA False, same answers True") == 2, done.stdout + done.stderr
 
 
@@ -319,10 +338,10 @@ def test_each_reason_is_of_a_function_and_names_tests_that_exist() -> None:
             assert (ROOT / test).is_file(), f"{name}: {test}"
 
 
-def test_a_record_says_which_functions_ran_and_which_side(on_gpus: Run, tmp_path: Path) -> None:
+def test_a_record_says_which_functions_ran_and_which_side(in_new_process: Run, tmp_path: Path) -> None:
     record = tmp_path / "record"
     code = "from upshift.hardware.detect import detect; detect()"
-    done = on_gpus("h100", "-c", code, FUNCTIONS_THAT_RAN=str(record))
+    done = in_new_process("h100", "-c", code, FUNCTIONS_THAT_RAN=str(record))
     assert done.returncode == 0, done.stderr
     ran = record.read_text().splitlines()
     assert len(ran) == len(set(ran)) and {"hardware/detect.py:detect", "hardware/nvml.py:find_gpus"} <= set(ran)

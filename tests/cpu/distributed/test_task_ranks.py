@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from image_models import COLORS, save_chat_model
 from text_models import named, save_text_model
+from warm_scripts import WarmScripts
 
 import upshift
 
@@ -22,7 +21,7 @@ HELPER = Path(__file__).parents[1] / "helpers" / "task_ranks.py"
 TIMEOUT_SECONDS = 240
 
 
-def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_scripts: WarmScripts) -> None:
     from PIL import Image
 
     tagger = save_text_model(tmp_path / "tagger", "BertForTokenClassification", **named("A", "B"))
@@ -48,8 +47,8 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
         "\n".join(json.dumps({"tokens": ["who", "is"], "tags": [*tags]}) for tags in ("AB", "BB", "AA", "BA", "AB"))
     )
     cases[0].append(str(held_out))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HELPER), str(tmp_path)]
-    subprocess.run([*command, json.dumps([cases, STEPS, RATE, ROWS])], check=True, timeout=TIMEOUT_SECONDS)
+    ended = warm_scripts.run(HELPER, tmp_path, json.dumps([cases, STEPS, RATE, ROWS]), timeout=TIMEOUT_SECONDS)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     of_ranks = json.loads((tmp_path / "numbers.json").read_text())
     assert len(of_ranks) == len(cases)
     for (losses, metrics), (model, data, *eval_data) in zip(of_ranks, cases, strict=True):

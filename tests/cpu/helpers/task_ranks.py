@@ -1,4 +1,4 @@
-"""A script for ranks that torchrun starts: each trains the models that the command names, and rank 0 writes their numbers."""
+"""Two ranks, forks that torchrun's agent starts: each trains the models that the command names. Rank 0 writes their numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
 import upshift
 
 
-def main(folder: Path, cases: list[list[str]], steps: int, rate: float, rows: int) -> None:
+def train_all(folder: Path, cases: list[list[str]], steps: int, rate: float, rows: int) -> None:
+    torch.set_num_threads(1)
     numbers = []
     for number, (model, data, *eval_data) in enumerate(cases):
         arguments = {"max_steps": steps, "learning_rate": rate, "lr_scheduler_type": "constant"}
@@ -20,6 +24,14 @@ def main(folder: Path, cases: list[list[str]], steps: int, rate: float, rows: in
             numbers.append([[loss for _, loss in record.details["loss_curve"]], record.details["metrics"]])
     if numbers:
         (folder / "numbers.json").write_text(json.dumps(numbers))
+
+
+def main(folder: Path, cases: list[list[str]], steps: int, rate: float, rows: int) -> None:
+    standalone = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="tasks",
+        max_restarts=0, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(standalone, train_all)(folder, cases, steps, rate, rows)
 
 
 if __name__ == "__main__":

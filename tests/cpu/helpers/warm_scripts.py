@@ -1,4 +1,10 @@
-"""Scripts that start ranks, in forks of one process that has imported everything: importing it takes five seconds of a core."""
+"""Commands of Python in forks of one process that has imported everything: importing it takes five seconds of a core.
+
+Shared are the modules that the server has imported, torch's state after the imports among them. The fork's own are its session,
+its streams, its arguments, its folder, its environment and its exit code. So a variable that a library reads when it is imported
+must have one value for all commands of a server. Tests of what a process imports, of its start, its memory or its death need a
+new process.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +14,34 @@ import select
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from warm_jobs import Job, Server
 from warm_servers import surroundings
 
-WORKER = "warm_script"
-
 
 class WarmScripts:
-    """Stands for ``subprocess.run`` of a Python script."""
+    """Stands for ``subprocess.run`` of Python. ``worker``: the module that the server imports, and which runs a command.
 
-    def __init__(self) -> None:
+    ``variables``: what the server's environment has besides this process's."""
+
+    def __init__(self, worker: str = "warm_script", variables: Mapping[str, str] | None = None) -> None:
+        self._worker = worker
+        self._variables = dict(variables or {})
         self._server: Server | None = None
         self._surroundings: tuple[object, ...] = ()
 
-    def run(self, script: str | Path, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-        """Return the script's exit code and what it printed. Kill it and fail after ``timeout`` seconds."""
-        command = [str(script), *arguments]
+    def run(
+        self, *arguments: str | Path, timeout: float | None = None, cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Return the exit code of ``python ARGUMENTS`` and what it printed. Kill it and fail after ``timeout`` seconds."""
+        command = [*map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="upshift-script-") as name:
             folder = Path(name)
-            (folder / "command.json").write_text(json.dumps(command))
+            given = {"arguments": command, "cwd": cwd and str(cwd), "environment": environment and dict(environment)}
+            (folder / "command.json").write_text(json.dumps(given))
             job = Job(self._idle_server(), name, ())
             with job.stdout:
                 ends = bool(select.select([job.connection], [], [], timeout)[0])
@@ -43,8 +56,9 @@ class WarmScripts:
         now = surroundings()
         if self._server is None or not self._server.is_idle or self._surroundings != now:
             self.close()
-            folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-            self._server = Server(WORKER, PYTHONPATH=os.pathsep.join(folders))
+            folders = [str(Path(__file__).parent), self._variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+            path = os.pathsep.join(filter(None, folders))
+            self._server = Server(self._worker, **{**self._variables, "PYTHONPATH": path})
             self._surroundings = now
         return self._server
 

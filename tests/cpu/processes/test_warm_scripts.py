@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +32,31 @@ def test_a_script_runs_as_a_program(tmp_path: Path, warm_scripts: WarmScripts) -
     with pytest.raises(AssertionError, match="took longer than 0.5 s"):
         warm_scripts.run(script, "waits", timeout=0.5)
     assert warm_scripts.run(script, "0").returncode == 0, "the next script runs as if nothing had been killed"
+
+
+TELLS = """
+import os, sys
+print(__name__, sys.argv, os.getcwd(), sorted(os.environ.items()), os.getenv("GIVEN"), sys.stdin.read(), flush=True)
+sys.exit(os.environ.get("CODE", "words"))
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "module", "code"])
+def test_a_command_has_what_a_new_process_has(way: str, tmp_path: Path, warm_scripts: WarmScripts) -> None:
+    """Its arguments, its folder, its environment and its end; and the next command has them no longer."""
+    (tmp_path / "telling.py").write_text(TELLS)
+    arguments = {"script": [str(tmp_path / "telling.py")], "module": ["-m", "telling"], "code": ["-c", TELLS]}[way]
+    command = [*arguments, "a b", "--c"]
+    here = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    for environment in ({**here, "GIVEN": "a value", "HOME": "elsewhere"}, here):
+        ended = warm_scripts.run(*command, cwd=tmp_path, environment=environment)
+        new = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert (ended.returncode, ended.stdout, ended.stderr) == (new.returncode, new.stdout, new.stderr)
+        assert "telling.py" in new.stdout or "'-c'" in new.stdout
+        assert ("a value" in new.stdout, new.stderr) == (environment != here, "words\n")
 
 
 def train(case: Case) -> Result:

@@ -25,6 +25,7 @@ from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
 from transformers.trainer_utils import HPSearchBackend
 from typer.testing import CliRunner
+from warm_scripts import WarmScripts
 
 from upshift.cli import train as train_command
 from upshift.cli.main import app
@@ -386,11 +387,10 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["optuna", "wandb", "ray"])
-def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
+def test_hyperparameter_search(backend: str, tmp_path: Path, warm_scripts: WarmScripts) -> None:
     """A user's script; its model_init, callback and data go to the trials' processes."""
-    command = [sys.executable, str(HP_SCRIPT), backend, str(tmp_path / "out")]
     alone = os.environ | {"WANDB_MODE": "offline", "RAY_USAGE_STATS_ENABLED": "0"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=alone)
+    ended = warm_scripts.run(HP_SCRIPT, backend, tmp_path / "out", timeout=300, cwd=tmp_path, environment=alone)
     assert ended.returncode == 0, ended.stderr[-3000:]
     best = json.loads(ended.stdout.partition(FOUND)[2].splitlines()[0])
     assert 0 < best["objective"] < 4.2 and set(best["hyperparameters"]) == {"learning_rate", "per_device_train_batch_size"}

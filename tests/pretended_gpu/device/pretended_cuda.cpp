@@ -18,7 +18,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/profiler/stubs/base.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <chrono>
@@ -599,7 +599,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begin", [](std::shared_ptr<Graph> graph) { graph->calls.clear(); recording = graph; })
       .def("end", [](std::shared_ptr<Graph>) { recording.reset(); })
       .def("clear", [](std::shared_ptr<Graph> graph) { graph->calls.clear(); })
-      .def("replay", [](std::shared_ptr<Graph> graph) { torch::NoGradGuard no_grad; replay_graph(*graph); });
+      .def("replay", [](std::shared_ptr<Graph> graph) { at::NoGradGuard no_grad; replay_graph(*graph); });
   m.def("resize_storage", [](py::object storage, size_t bytes) { resize_storage(torch::createStorage(storage.ptr()), bytes); });
   m.def("last_ticket", [] { std::lock_guard<std::mutex> lock(waiting_lock); return last_ticket; });
   m.def("arrive", [] { arrive(); });
