@@ -202,8 +202,10 @@ def test_a_killed_run_that_resumes_has_each_step_once_in_tensorboard(tmp_path: P
             sent.event(replace(step, step=number, loss=float(number)))
         with sent:
             pass
+        for path in (tmp_path / "upshift_tensorboard").glob("events.out.*"):  # the next file of this second has the same name
+            path.rename(path.with_name(f"events.{first}"))
     shown: dict[int, float] = {}
-    for path in sorted((tmp_path / "upshift_tensorboard").glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted((tmp_path / "upshift_tensorboard").glob("events.*")):
         content = path.read_bytes()
         while content:  # https://github.com/tensorflow/tensorboard, backend/event_processing/event_accumulator.py
             (length,) = struct.unpack("<Q", content[:8])
