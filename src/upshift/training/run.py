@@ -66,11 +66,11 @@ def find_existing_plan(
         if difference is not None:
             raise RequestError(f"--set {difference} is not what --plan {plan_file} says; leave one of them out, or plan again")
         return plan
-    plan = _plan_of_checkpoint(resume_from, source)
-    if plan is None:
+    earlier_plan = _plan_of_checkpoint(resume_from, source)
+    if earlier_plan is None:
         return None
-    fits_request = plan.host == host.fingerprint and _first_difference(plan, fixed) is None
-    return plan if fits_request else None
+    fits_request = earlier_plan.host == host.fingerprint and _first_difference(earlier_plan, fixed) is None
+    return earlier_plan if fits_request else None
 
 
 def _plan_of_checkpoint(resume_from: Path | None, source: ModelSource) -> Plan | None:

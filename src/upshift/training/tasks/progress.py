@@ -105,7 +105,7 @@ class EarlyStopping(EarlyStoppingCallback):
     was_over = False  # the run had no patience left before it resumed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        super().on_train_begin(args, state, control, **others)
+        super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
         since_best = [
             logs for logs in state.log_history if EVALUATED_LOSS in logs and logs["step"] > (state.best_global_step or 0)
         ]

@@ -34,7 +34,7 @@ class TaskTrainer(Trainer):
         if early_stopping is not None:
             self.add_callback(early_stopping)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batches of a step. Return none if the run had ended before it resumed: transformers would do a step more."""
         was_over = self._early_stopping is not None and self._early_stopping.was_over
         if was_over or self.state.global_step >= self.state.max_steps:
