@@ -411,8 +411,8 @@ def test_exchanges_hide_behind_what_a_micro_batch_computes(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("has_adapter", "backward"), [(False, 2.0), (True, 1.0)])
 def test_a_pass_of_the_reference_is_a_share_of_a_step(has_adapter: bool, backward: float) -> None:
-    """It computes two sequences for each one that KTO trains."""
-    kinds = {(False, True): 1 / (1 + backward), (True, True): 2 / (2 + backward), (True, False): 2 / (1 + backward)}
+    """It computes two sequences for each one that KTO trains, and one if nothing is compared with the other."""
+    kinds = {(False, True): 1 / (1 + backward), (True, True): 2 / (2 + backward), (True, False): 1 / (1 + backward)}
     for (has_ratings, has_kl_pass), share in kinds.items():
         found = forward_share(has_ratings=has_ratings, has_kl_pass=has_kl_pass, has_adapter=has_adapter)
         assert found == pytest.approx(share)

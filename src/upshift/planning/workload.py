@@ -248,13 +248,13 @@ PAIR_OBJECTIVES = "--objective dpo, kto or reward"  # for messages
 
 
 def forward_share(*, has_ratings: bool, has_kl_pass: bool, has_adapter: bool) -> float:
-    """Return the computation of a forward pass of all sequences as a share of a step with them.
+    """Return the computation of the forward pass of the reference as a share of a step with the same sequences.
 
     The backward pass has two products for each one of the forward pass, or one if the weights are frozen. KTO trains every second
-    sequence, and computes the others once for its KL term.
+    sequence, and computes the others once for its KL term. Without that term neither pass computes them.
     """
     of_trained = 2.0 if has_adapter else 3.0
-    return 2.0 / (of_trained + has_kl_pass) if has_ratings else 1.0 / of_trained
+    return (1.0 + has_kl_pass) / (of_trained + has_kl_pass) if has_ratings else 1.0 / of_trained
 
 
 class Workload(Value):

@@ -21,6 +21,7 @@ from upshift.hardware.host_memory import free_memory_bytes
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.batches.collate import MicroBatch
+from upshift.training.checkpoint.directory import AUTOPSIES_NAME
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.loop.events import FailedPass
 from upshift.units import GIB, format_bytes, gib
@@ -218,7 +219,6 @@ class BatchHalving(Generic[Part]):
         return error.final if isinstance(error, OomOnSomeRank) else self._halve(largest) is None
 
 
-AUTOPSIES_NAME = "upshift_out_of_memory.jsonl"
 TRANSIENT = ("activations", "loss", "workspace")  # parts of the prediction that are measured together
 MIN_EXCESS_SHARE = 0.05  # a smaller excess over the prediction explains nothing
 ALLOCATOR_KEYS = (

@@ -39,7 +39,7 @@ from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.state import OWN_FILES, check_resumed_data, check_run_file
+from upshift.training.loop.state import OWN_FILES, another_run, check_resumed_data, check_resumed_options, check_run_file
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
@@ -66,6 +66,15 @@ def find_existing_plan(
         if difference is not None:
             raise RequestError(f"--set {difference} is not what --plan {plan_file} says; leave one of them out, or plan again")
         return plan
+    earlier_plan = _plan_of_checkpoint(resume_from, source)
+    if earlier_plan is None:
+        return None
+    fits_request = earlier_plan.host == host.fingerprint and _first_difference(earlier_plan, fixed) is None
+    return earlier_plan if fits_request else None
+
+
+def _plan_of_checkpoint(resume_from: Path | None, source: ModelSource) -> Plan | None:
+    """Return the plan of the newest checkpoint, or None if there is none. Raise RequestError if it is of another model."""
     checkpoint = None
     if resume_from is not None and resume_from.is_dir():
         checkpoint = find_checkpoints(resume_from).newest
@@ -77,8 +86,7 @@ def find_existing_plan(
             f"{source.reference!r} is not the model of {checkpoint}: its config or its adapter is another one; resume with the "
             "model of that run, or start anew in another output directory"
         )
-    fits_request = plan.host == host.fingerprint and _first_difference(plan, fixed) is None
-    return plan if fits_request else None
+    return plan
 
 
 def _first_difference(plan: Plan, fixed: tuple[str, ...]) -> str | None:
@@ -181,12 +189,14 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
-    check_module_names(source, request)
     sequence_length = sequence_length_of(source, request.sequence_length)
+    fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
+    if request.resume:
+        _check_resumed(request, source, sequence_length, fixed)
+    check_module_names(source, request)
     _check_trainable(source, from_config=request.from_config)
     if request.has_pairs:
         _check_pairs(request, source)
-    fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     if request.arguments.neftune_noise_alpha is not None:
         fixed = fixed_for_neftune(fixed)
     data = prepare_data(
@@ -358,6 +368,27 @@ def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
+
+
+def _check_resumed(request: TrainRequest, source: ModelSource, sequence_length: int, fixed: tuple[str, ...]) -> None:
+    """Raise RequestError if a run that resumes has another model or option than it had. Read no data."""
+    plan = _plan_of_checkpoint(request.resume_from, source)
+    if plan is None:
+        return
+    mup_base = next((setting.partition("=")[2] for setting in fixed if setting.startswith("mup_base=")), "")
+    if plan.mup_base != mup_base:
+        raise another_run(request.output, "mup_base", plan.mup_base or None, mup_base or None)
+    check_resumed_options(
+        request.output,
+        request.arguments,
+        request.as_options,
+        max_steps=request.max_steps,
+        values={
+            "global_batch": request.global_batch,
+            "sequence_length": sequence_length,
+            "objective": request.pair_objective,
+        },
+    )
 
 
 def _check_pairs(request: TrainRequest, source: ModelSource) -> None:

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -111,7 +112,7 @@ class RunTrackers:
         if isinstance(event, Started):
             self._state.max_steps = event.max_steps
             if "tensorboard" in self._callbacks:
-                self._call_or_drop("tensorboard", self._callbacks["tensorboard"].on_train_begin)
+                self._call_or_drop("tensorboard", partial(self._begin_tensorboard, event.step))
         elif isinstance(event, StepDone):
             self._send_step(event)
         elif isinstance(event, Evaluated):
@@ -120,6 +121,13 @@ class RunTrackers:
             self._send(event.step, {"eval_loss": event.loss, _seen_name(event.unit): event.tokens, **rewards, **metrics})
         elif isinstance(event, Finished):
             self._send(event.step, {"train_runtime": event.seconds})
+
+    def _begin_tensorboard(self, step: int, *arguments: Any) -> None:
+        """Begin the run in TensorBoard. It then hides what a run that resumes had sent after the step of its checkpoint."""
+        callback = self._callbacks["tensorboard"]
+        if self._request.resume:
+            callback.tb_writer = _summary_writer_class()(log_dir=callback.logging_dir, purge_step=step + 1)
+        callback.on_train_begin(*arguments)
 
     def _send_step(self, event: StepDone) -> None:
         is_logged = event.logged_loss is not None
@@ -149,6 +157,14 @@ class RunTrackers:
         """Call a method of a tracker's callback. If it fails, the tracker gets no more numbers."""
         with _warning_of_failure(self._failed, name):
             method(self._arguments, self._state, self._control, **options)
+
+
+def _summary_writer_class() -> Any:
+    """Return TensorBoard's writer from the package that transformers takes it from."""
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return importlib.import_module("tensorboardX").SummaryWriter
 
 
 @contextmanager

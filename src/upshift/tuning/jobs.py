@@ -80,14 +80,19 @@ class FolderOwner(Value):
 
 
 def check_folder(output: Path, *, storage: str | None, study_name: str) -> FolderOwner:
-    """Return the study as owner of the folder. Raise RequestError if the folder cannot be used, or belongs to another study."""
+    """Return the study as owner of the folder. Raise RequestError if the folder cannot be used, or has another study's models."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"output directory {output} cannot be used: {error.strerror}; give another --output") from None
     owner = FolderOwner(study=study_name, storage=None if storage in (None, folder_url(output)) else hide_password(storage))
-    _check_owner(output, owner)
+    if _trial_names(output):
+        _check_owner(output, owner)
     return owner
+
+
+def _trial_names(output: Path) -> list[str]:
+    return sorted(path.name for path in output.iterdir() if TRIAL_NAME.fullmatch(path.name))
 
 
 def _check_owner(output: Path, owner: FolderOwner) -> None:
@@ -105,12 +110,14 @@ def claim_folder(output: Path, owner: FolderOwner, study: optuna.Study) -> None:
     """Mark the folder as the study's, before its first trial.
 
     Raise RequestError if it belongs to another study, or has a folder ``trial-N`` that is of no trial of this study."""
-    names = sorted(path.name for path in output.iterdir())  # listed before the trials: other processes may begin trials
+    names = _trial_names(output)  # listed before the trials: other processes may begin trials
     trial_names = {trial_folder(output, trial.number).name for trial in study.get_trials(deepcopy=False)}
-    foreign_names = [name for name in names if TRIAL_NAME.fullmatch(name) and name not in trial_names]
+    foreign_names = [name for name in names if name not in trial_names]
     if foreign_names:
         raise RequestError(f"{output / foreign_names[0]} is not of this study's trials; move it away, or give another --output")
-    if OWNER_NAME not in names:
+    if (
+        not names or not (output / OWNER_NAME).exists()
+    ):  # without a trial, the file is of a command that failed before its first one
         write_whole(output / OWNER_NAME, owner.to_json())
     _check_owner(output, owner)  # another study may have claimed the folder at the same time
 

@@ -126,31 +126,63 @@ def open_study(
     seed: int,
     identity: dict[str, Any],
     evaluations: int = EVALUATIONS,
+    forget: Callable[[int], None] = lambda number: None,
 ) -> optuna.Study:
     """Return the study of that name, and create it if there is none.
 
+    A study with other settings is replaced if it has no result: its command was wrong, and the command was corrected.
+
     ``storage``: a database URL (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
-    ``identity``: settings that all trials share. Raise RequestError for a study with other settings."""
+    ``identity``: settings that all trials share. ``forget`` is called with the number of each trial of a replaced study. Raise
+    RequestError for a study with other settings and a result."""
     study_pruner = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    opened = open_storage(storage, folder)
     with ignore_experimental_warnings():
-        study = optuna.create_study(
-            study_name=name,
-            storage=open_storage(storage, folder),
-            directions=list(directions),
-            load_if_exists=True,
-            sampler=SamplerByTrialNumber(seed),
-            pruner=study_pruner,
-        )
+
+        def create() -> optuna.Study:
+            return optuna.create_study(
+                study_name=name,
+                storage=opened,
+                directions=list(directions),
+                load_if_exists=True,
+                sampler=SamplerByTrialNumber(seed),
+                pruner=study_pruner,
+            )
+
+        study = create()
+        if has_other_identity(study, identity) and not has_result(study):
+            for trial in study.get_trials(deepcopy=False):
+                forget(trial.number)
+            optuna.delete_study(study_name=name, storage=opened)
+            study = create()
     check_identity(study, identity, alternative="another --output")
     return study
+
+
+def has_other_identity(study: optuna.Study, identity: dict[str, Any]) -> bool:
+    """Return whether the study was made with other settings."""
+    stored = study.user_attrs.get(IDENTITY)
+    return stored is not None and stored != _as_stored(identity)
+
+
+def has_result(study: optuna.Study) -> bool:
+    """Return whether a trial of the study has been evaluated, or runs now and may be."""
+    if HEARTBEAT.get()(STUDY_STORAGE.of(study)):
+        optuna.storages.fail_stale_trials(study)
+    trials = study.get_trials(deepcopy=False)
+    return any(trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or trial.intermediate_values for trial in trials)
+
+
+def _as_stored(identity: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(identity, default=str))
 
 
 def check_identity(study: optuna.Study, identity: dict[str, Any], *, alternative: str) -> None:
     """Raise RequestError if a study's earlier trials had another identity, so that values cannot be compared.
 
     ``alternative``: the option that gives another study, for the message."""
-    current = json.loads(json.dumps(identity, default=str))
+    current = _as_stored(identity)
     stored = study.user_attrs.get(IDENTITY)
     if stored is None:
         study.set_user_attr(IDENTITY, current)

@@ -19,7 +19,7 @@ from upshift.tuning.backends import check_sweep, native_space, space_of_sweep
 from upshift.tuning.jobs import ServerPool
 from upshift.tuning.space import Space
 from upshift.tuning.storage import ignore_experimental_warnings, open_storage
-from upshift.tuning.study import StudyTrial, check_identity, run_study
+from upshift.tuning.study import StudyTrial, check_identity, has_other_identity, has_result, run_study
 from upshift.tuning.trainer_trial import RESULT, Request, TrainerRecipe
 
 WORKER = "upshift.tuning.trainer_trial"
@@ -58,11 +58,16 @@ def search(
     study_options: dict[str, Any] = {"study_name": "hyperparameter_search", "load_if_exists": True} | options
     study_options["storage"] = open_storage(options.get("storage"), folder)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with ignore_experimental_warnings():
-        study = optuna.create_study(directions=list(directions), **study_options)
     catch = tuple(optimize_options.get("catch", ()))
     space_identity = space.model_dump() if isinstance(space, Space) else _drawn_distributions(draw_space, catch)
-    _check_same_study(study, directions, {"hp_space": space_identity, "compute_objective": _describe_objective(objective)})
+    identity = {"hp_space": space_identity, "compute_objective": _describe_objective(objective)}
+    with ignore_experimental_warnings():
+        study = optuna.create_study(directions=list(directions), **study_options)
+        is_other = has_other_identity(study, identity) or _directions_of(study) != list(directions)
+        if is_other and study_options["load_if_exists"] and not has_result(study):  # its script was wrong, and was corrected
+            optuna.delete_study(study_name=study.study_name, storage=study_options["storage"])
+            study = optuna.create_study(directions=list(directions), **study_options)
+    _check_same_study(study, directions, identity)
     with ServerPool(partial(fork_server, WORKER)) as servers:
         run_study(
             study,
@@ -79,9 +84,13 @@ def search(
     return best if len(directions) > 1 else best[0]
 
 
+def _directions_of(study: optuna.Study) -> list[str]:
+    return [direction.name.lower() for direction in study.directions]
+
+
 def _check_same_study(study: optuna.Study, directions: Sequence[str], identity: dict[str, Any]) -> None:
     """Raise RequestError if a study that goes on has other directions or another identity. Optuna does not check this."""
-    study_directions = [direction.name.lower() for direction in study.directions]
+    study_directions = _directions_of(study)
     if study_directions != list(directions):
         raise RequestError(
             f"the study {study.study_name!r} has direction {', '.join(study_directions)}, not {', '.join(directions)}; "

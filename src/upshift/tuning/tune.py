@@ -22,7 +22,7 @@ from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, Train
 from upshift.training.data.corpus import check_paths
 from upshift.training.loop.events import Event
 from upshift.tuning.backends import draw_values, optuna_distributions
-from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
+from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial, trial_folder
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
 from upshift.tuning.space import NOT_OF_TRIALS, RUN_FIELDS, Choices, Space, make_space, read_space
@@ -188,6 +188,7 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
         evaluations=request.evaluations,
         seed=request.seed,
         identity=_identity(request),
+        forget=lambda number: remove_trial(trial_folder(request.output, number)),
     )
     claim_folder(request.output, owner, study)
     mup_check = None if model == request.model else check_transfer(study, model, request.model)

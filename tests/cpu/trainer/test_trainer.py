@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 from accelerate import ParallelismConfig
+from torch.nn.functional import cross_entropy
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
 import upshift
@@ -270,6 +272,52 @@ def test_a_step_that_runs_out_of_memory_is_done_again(tmp_path: Path, monkeypatc
     autopsy = Autopsy.from_json(line)
     assert (autopsy.step, autopsy.words) == (3, "simulated") and autopsy.shape[0] == 4 and autopsy.smaller[0] == 2
     assert ours[2].upshift_choice.plan.per_device_train_batch_size == 2
+
+
+@pytest.mark.parametrize("own", [None, "compute_loss", "compute_loss_func"])
+def test_an_evaluation_that_runs_out_of_memory_is_done_again_with_smaller_batches(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No more than two rows fit at once. A loss of the script may compare rows, so it gets the batches that it asked for."""
+    task = causal_lm()
+    kind: Any = upshift.Trainer
+    functions = {}
+    if own == "compute_loss":
+        kind = type("Own", (kind,), {"compute_loss": lambda self, *a, **named: upshift.Trainer.compute_loss(self, *a, **named)})
+    elif own == "compute_loss_func":
+        functions = {
+            "compute_loss_func": lambda outputs, labels, **_: cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        }
+
+    def trainer(rows: int) -> Any:
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_eval_batch_size=rows, report_to="none", use_cpu=True, disable_tqdm=True
+        )
+        return kind(model=task.model(), args=arguments, data_collator=task.collator, eval_dataset=task.data, **functions)
+
+    expected = trainer(2).evaluate()["eval_loss"]
+    original = task.model().forward.__func__
+    sizes: list[int] = []
+
+    @wraps(original)
+    def refuse(self: Any, input_ids: Any = None, **named: Any) -> Any:
+        sizes.append(len(input_ids))
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return original(self, input_ids=input_ids, **named)
+
+    monkeypatch.setattr(type(task.model()), "forward", refuse)
+    large = trainer(8)
+    if own is not None:
+        with pytest.raises(torch.OutOfMemoryError):
+            large.evaluate()
+        return
+    assert large.evaluate()["eval_loss"] == expected
+    assert (
+        sizes[:3] == [8, 4, 2] and "with per_device_eval_batch_size=8; it runs again with 4, as do the next ones" in caplog.text
+    )
+    sizes.clear()
+    assert large.predict(task.data).metrics["test_loss"] == expected and max(sizes) == 2
 
 
 def test_a_poisoned_batch_moves_no_weight(tmp_path: Path) -> None:

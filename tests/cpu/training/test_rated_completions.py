@@ -211,6 +211,26 @@ def test_out_of_memory_is_reported_of_the_pass_in_which_it_happened(
     assert text.startswith(subjects.get(failed, "the pass of the model before the training") + " ran out of memory")
 
 
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_the_reference_leaves_out_the_mismatched_answers_that_nothing_is_compared_with(
+    loss: str, home: Path, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = reference_model.compute_log_probabilities
+    rows: list[int] = []
+
+    def counted(model: Any, plan: Plan, micro_batch: Any) -> Any:
+        rows.append(micro_batch.shape[0])
+        return compute(model, plan, micro_batch)
+
+    monkeypatch.setattr(reference_model, "compute_log_probabilities", counted)
+    run_job(a_job(home, tmp_path / loss, arguments={"max_steps": 2, "kto_loss": loss}), data)
+    assert data.evaluation is not None
+    share = 1 if loss == "kto" else 2
+    assert sum(rows) == (len(data.training) + len(data.evaluation)) // share
+    with np.load(tmp_path / loss / "upshift_reference.npz") as parts:
+        assert (parts["training"][0::2] < 0).all() and (parts["training"][1::2] < 0).all() == (loss == "kto")
+
+
 class TrialAsked(Exception):
     """Ends a run where its trials would begin."""
 

@@ -27,9 +27,8 @@ from upshift.training.data.dataset import prepare_data
 from upshift.training.job.job import TrainingData, run_job
 from upshift.training.loop import loop
 from upshift.training.loop.events import Doubted, Evaluated, Event, Finished, Saved, Started, StepDone
-from upshift.training.loop.state import TENSORBOARD_FOLDER, Run, new_run
+from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
 from upshift.training.neftune import fixed_for_neftune
-from upshift.training.run import prepare_run
 from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers
 
@@ -361,36 +360,6 @@ def test_a_run_resumes_with_its_own_evaluation_data(home: Path, prepared: Prepar
     )
     with pytest.raises(RequestError, match="data=.* differs from the run in"):
         run_job(job.changed(resume=True), other)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"eval_size": 2}, "you gave --eval-size 2, and the run in .* has no --eval-size; resume with the options of that run"),
-        ({"split": "train[3:]"}, r"you gave --split train\[3:\], and the run in .* has no --split"),
-        ({"learning_rate": 0.5}, "learning_rate=0.5 differs from the run in"),
-        ({"long_rows": "split"}, "a plan was made"),  # it changes nothing of this data
-    ],
-    ids=str,
-)
-def test_an_option_that_the_run_did_not_have_is_named_before_planning(
-    options: dict[str, Any], words: str, home: Path, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_plan(*_: Any, **__: Any) -> None:
-        raise RequestError("a plan was made")
-
-    job = a_job(home, tmp_path, max_steps=4)
-    new_run(job, prepared("llama")).write(tmp_path)
-    monkeypatch.setattr("upshift.training.loop.state.newest_checkpoint", lambda _: tmp_path)
-    monkeypatch.setattr("upshift.training.run.find_existing_plan", lambda *_: None)
-    monkeypatch.setattr("upshift.training.run.plan_training", no_plan)
-    arguments = job.arguments.model_dump() | {name: value for name, value in options.items() if name in Arguments.model_fields}
-    fields = {name: value for name, value in options.items() if name not in Arguments.model_fields}
-    fields |= {"model": job.model_reference, "data": job.data, "output": tmp_path, "resume": True, "from_config": True}
-    host: Any = object()  # no plan is made for it
-    request = TrainRequest.of(fields | {"sequence_length": LENGTH, "global_batch": GLOBAL_BATCH}, arguments)
-    with pytest.raises(RequestError, match=words):
-        prepare_run(request, host=host)
 
 
 # Noise on the embeddings.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -184,3 +186,35 @@ def test_the_callers_own_checked_is_called_as_well(tmp_path: Path) -> None:
         patch.setattr(RunTrackers, "begin", lambda self: order.append("trackers"))
         run._with_trackers(request, watcher, stack).checked()
     assert order == ["caller", "trackers"]
+
+
+def test_a_killed_run_that_resumes_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    """It was killed after step 3, and goes on from the checkpoint of step 1."""
+    board = pytest.importorskip("tensorboardX.proto.event_pb2", reason="tensorboardX is missing, whose messages are read here")
+    step = next(event for event in EVENTS if isinstance(event, StepDone))
+    started = next(event for event in EVENTS if isinstance(event, Started))
+    for first, last, resume in ((0, 3, False), (1, 4, True)):
+        fields = {"model": "m", "data": "d", "output": tmp_path, "resume": resume, "report_to": ("tensorboard",)}
+        sent = RunTrackers(TrainRequest.of(fields, {"max_steps": 4}), lambda event: None)
+        sent.begin()
+        sent.event(replace(started, step=first))
+        for number in range(first + 1, last + 1):
+            sent.event(replace(step, step=number, loss=float(number)))
+        with sent:
+            pass
+        for path in (tmp_path / "upshift_tensorboard").glob("events.out.*"):  # the next file of this second has the same name
+            path.rename(path.with_name(f"events.{first}"))
+    shown: dict[int, float] = {}
+    for path in sorted((tmp_path / "upshift_tensorboard").glob("events.*")):
+        content = path.read_bytes()
+        while content:  # https://github.com/tensorflow/tensorboard, backend/event_processing/event_accumulator.py
+            (length,) = struct.unpack("<Q", content[:8])
+            event = board.Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
+            if event.session_log.status == board.SessionLog.START:
+                shown = {number: value for number, value in shown.items() if number < event.step}
+            for value in event.summary.value:
+                if value.tag == "train/loss":
+                    assert event.step not in shown
+                    shown[event.step] = value.simple_value
+    assert shown == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}

@@ -196,8 +196,51 @@ class OpenedError(Exception):
     """The study is open, and its first trial would start."""
 
 
-def end_before_trials(*_: Any, **__: Any) -> None:
+def end_before_trials(study: optuna.Study, *_: Any, **__: Any) -> None:
+    """End as the process of a study that has a result: settings that differ are then refused."""
+    study.add_trial(optuna.trial.create_trial(values=[1.0]))
     raise OpenedError
+
+
+def fail_before_trials(*_: Any, **__: Any) -> None:
+    raise OpenedError
+
+
+@pytest.mark.parametrize("words", CHANGES)
+@pytest.mark.parametrize("state", [None, "FAIL", "RUNNING"])
+def test_a_study_without_a_result_takes_the_settings_of_the_corrected_command(
+    state: str | None, words: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials failed, or none began. One that runs may have a result soon."""
+
+    def fail_in_trial(study: optuna.Study, *_: Any, **__: Any) -> None:
+        if state is not None and not study.trials:
+            study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState[state]))
+        raise OpenedError
+
+    monkeypatch.setattr("upshift.tuning.tune.run_study", fail_in_trial)
+    asked = {"space": {"learning_rate": SPACE["learning_rate"]}, "arguments": {"max_steps": 9}}
+    with pytest.raises(OpenedError):
+        searched(home, tmp_path, **asked)
+    if state is not None:
+        (tmp_path / "trial-0").mkdir()
+        (tmp_path / "trial-0" / "upshift_run.json").write_text("{}")
+    with pytest.raises(RequestError if state == "RUNNING" else OpenedError):
+        searched(home, tmp_path, **{**asked, **CHANGES[words]})
+    assert (tmp_path / "trial-0").exists() == (state == "RUNNING")
+
+
+def test_a_folder_without_a_trial_takes_another_study(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first command names a wrong study, and fails before its first trial."""
+    monkeypatch.setattr("upshift.tuning.tune.run_study", fail_before_trials)
+    asked = {"space": {"learning_rate": [1e-3]}, "arguments": {"max_steps": 9}}
+    for name in ("wrong", "right"):
+        with pytest.raises(OpenedError):
+            searched(home, tmp_path, **asked, study_name=name)
+    assert json.loads((tmp_path / "upshift_study.json").read_text())["study"] == "right"
+    (tmp_path / "trial-0").mkdir()
+    with pytest.raises(RequestError, match="has the models of the study 'right'"):
+        searched(home, tmp_path, **asked, study_name="wrong")
 
 
 def test_another_model_at_the_same_path_is_not_of_the_same_study(

@@ -28,11 +28,11 @@ from upshift.training.checkpoint.directory import (
     add_checkpoint,
     check_any_whole,
     check_checkpoint,
+    check_empty,
     check_room,
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
-    not_empty,
     remove_leftovers,
     writing,
 )
@@ -59,10 +59,13 @@ from upshift.training.checkpoint.rng import RngState, capture_rng, read_rng, res
 from upshift.training.checkpoint.state import STATE_NAME, SavedState, TrainState
 
 
-def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_files: Collection[str] = ()) -> None:
+def check_output_directory(
+    path: Path, *, overwrite: bool, resume: bool, own_files: Collection[str] = (), checkpoints: Path | None = None
+) -> None:
     """Make `path` ready for a run. Raise RequestError if that would touch a file that Upshift did not write.
 
     `own_files` are names of other files that the caller writes there, such as a record. Overwriting deletes them too.
+    `checkpoints` is the folder of the checkpoints. None: `path`.
     """
     if overwrite and resume:
         raise RequestError("--overwrite and --resume exclude each other; use one of them")
@@ -78,17 +81,11 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
     if not entries:
         return
     if not (overwrite or resume):
-        raise not_empty(path, entries[0])
+        check_empty(path)
     written = _written_by_upshift(path, own_files)
     foreign = [entry for entry in entries if entry not in written]
     if resume:
-        search = find_checkpoints(path)
-        check_any_whole(search, path)
-        if foreign and search.newest is None:
-            raise RequestError(
-                f"output directory {path} has no checkpoint to resume from and holds {foreign[0].name}; "
-                "give the directory of an earlier run, or an empty one"
-            )
+        _prepare_resume(path, checkpoints or path, foreign)
         return
     if foreign:
         raise RequestError(
@@ -96,6 +93,19 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
             "move it away or give another directory"
         )
     _delete_entries(path, written)
+
+
+def _prepare_resume(path: Path, checkpoints: Path, foreign: list[Path]) -> None:
+    """Remove what a killed run left half-written. Raise RequestError if no checkpoint is whole, or if the folder is no run's."""
+    search = find_checkpoints(checkpoints)
+    check_any_whole(search, checkpoints)
+    if foreign and search.newest is None:
+        raise RequestError(
+            f"output directory {path} has no checkpoint to resume from and holds {foreign[0].name}; "
+            "give the directory of an earlier run, or an empty one"
+        )
+    if checkpoints.is_dir():
+        remove_leftovers(checkpoints)
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from upshift.atomic_file import sync_path
+from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import read_header
@@ -32,6 +33,13 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
+RUN_NAME = "upshift_run.json"
+TASK_RUN_NAME = "trainer_run.json"  # of a run that transformers' Trainer runs
+TASK_CHECKPOINTS = "trainer-checkpoints"
+AUTOPSIES_NAME = "upshift_out_of_memory.jsonl"
+BEFORE_FIRST_CHECKPOINT = frozenset(  # what a run has written by then, and what is of no use without a checkpoint
+    {LOCK_NAME, RUN_NAME, f"{RUN_NAME}.tmp", TASK_RUN_NAME, f"{TASK_RUN_NAME}.tmp", AUTOPSIES_NAME, REPORT_FOLDER}
+)
 REFERENCE_NAME = "upshift_reference.npz"  # of a run that learns from preferences (training/preferences/reference_model.py)
 MODEL_FILE_SUFFIXES = (
     ".safetensors",
@@ -55,14 +63,34 @@ def not_empty(path: Path, entry: Path) -> RequestError:
     )
 
 
+def finished_run(path: Path) -> RequestError:
+    """Return the error for a run that resumes, and that is finished and kept no checkpoint."""
+    return RequestError(
+        f"the run in {path} is finished and has no checkpoint to resume from; "
+        "use --overwrite to train again, or another output directory"
+    )
+
+
 def check_empty(path: Path) -> None:
-    """Raise RequestError if the directory exists and holds more than a lock. Make nothing, and leave other faults to the run."""
+    """Raise RequestError if the directory exists and holds more than a run that failed leaves before its first checkpoint.
+
+    Make nothing, and leave other faults to the run."""
     try:
-        entries = sorted(entry for entry in path.iterdir() if entry.name != LOCK_NAME)
+        entries = sorted(path.iterdir())
     except OSError:
         return
-    if entries:
-        raise not_empty(path, entries[0])
+    kept = next((entry for entry in entries if not _is_worthless(entry)), None)
+    if kept is not None:
+        raise not_empty(path, kept)
+
+
+def _is_worthless(entry: Path) -> bool:
+    """Return whether a run wrote this before its first checkpoint, so that nothing is lost with it."""
+    if entry.is_symlink():
+        return False
+    if entry.name == TASK_CHECKPOINTS and entry.is_dir():
+        return all(TEMPORARY_CHECKPOINT.fullmatch(inside.name) for inside in entry.iterdir())
+    return entry.name in BEFORE_FIRST_CHECKPOINT or TEMPORARY_CHECKPOINT.fullmatch(entry.name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ array or this process uses it, so nothing is left behind, whatever ends the proc
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +26,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from upshift.errors import JobFailed, RequestError
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
+from upshift.training.out_of_memory import is_out_of_memory
 from upshift.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("upshift", "transformers")  # whose methods compute the loss of the model
 
 BUFFER_BYTES = 32 * MIB  # the process needs twice that, because the heap has gaps between such tensors
 IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
@@ -236,10 +242,55 @@ class StreamedEvaluation(LibraryTrainer):
 
     evaluate, predict and compute_metrics get the values, types and shapes of transformers. Arrays that were on disk
     are numpy.memmap, which may be written to. The loop raises JobFailed when the disk is full, and RequestError when the
-    outputs of two batches cannot be one array.
+    outputs of two batches cannot be one array. If memory runs out in one process, and the loss is the model's own, they begin
+    again with half of per_device_eval_batch_size.
     """
 
     args: Any
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """Evaluate as transformers.Trainer.evaluate does. If memory runs out, evaluate again with smaller batches."""
+        metrics: dict[str, float] = self._upshift_with_smaller_batches(super().evaluate, *arguments, **named)
+        return metrics
+
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """Predict as transformers.Trainer.predict does. If memory runs out, predict again with smaller batches."""
+        return self._upshift_with_smaller_batches(super().predict, *arguments, **named)
+
+    def _upshift_with_smaller_batches(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        while True:
+            try:
+                return run(*arguments, **named)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or not self._upshift_may_halve_evaluation():
+                    raise
+            # Not in the except block: there the exception still holds the tensors of the failed try.
+            rows = self.args.per_device_eval_batch_size
+            self.args.per_device_eval_batch_size = rows // 2
+            logger.warning(
+                "out of memory: an evaluation with per_device_eval_batch_size=%d; it runs again with %d, as do the next ones",
+                rows,
+                rows // 2,
+            )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _upshift_may_halve_evaluation(self) -> bool:
+        """Return whether an evaluation may begin again with half of the rows in a batch.
+
+        The loss has to be the mean of the model's own over labels or rows: other losses may compare the rows of a batch, or keep
+        a count. Ranks would have to begin again together. A metric of the script that is updated after each batch has counted
+        some already. Workers that live on keep their batches.
+        """
+        args = self.args
+        keeps_batches = args.world_size > 1 or args.batch_eval_metrics or args.dataloader_persistent_workers
+        return args.per_device_eval_batch_size > 1 and not keeps_batches and self._upshift_has_models_loss()
+
+    def _upshift_has_models_loss(self: Any) -> bool:
+        """Return whether an evaluation computes the loss of a model of transformers, which does not compare its rows."""
+        methods = (getattr(type(self), name) for name in ("compute_loss", "prediction_step"))
+        is_own = any(method.__module__.partition(".")[0] not in LIBRARIES for method in methods)
+        return not (is_own or self.can_return_loss) and self.compute_loss_func is None
 
     def evaluation_loop(
         self,

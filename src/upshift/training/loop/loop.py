@@ -247,6 +247,7 @@ class TrainingLoop:
                 output=self.output,
                 run_id=self.progress.run.id,
                 check_stop=self._stop_reference,
+                has_kl_pass=self.arguments.has_kl_pass,
             )
             data = reference.read(self.data) if self.checkpoint is not None else reference.recall(self.data)
             if data is None:

@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import zlib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,7 +23,16 @@ from upshift.models.source import AdapterOptions
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
-from upshift.training.checkpoint.directory import REFERENCE_NAME, newest_checkpoint, replace_text, writing
+from upshift.training.checkpoint.directory import (
+    AUTOPSIES_NAME,
+    REFERENCE_NAME,
+    RUN_NAME,
+    finished_run,
+    newest_checkpoint,
+    replace_text,
+    step_of,
+    writing,
+)
 from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.data_options import DataOptions, describe_difference
 from upshift.training.data.dataset import TrainingData
@@ -33,14 +43,12 @@ from upshift.training.loop.best_evaluation import choose_best, find_checkpoint_d
 from upshift.training.loop.events import Evaluated, StepDone
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
-from upshift.training.out_of_memory import AUTOPSIES_NAME
 from upshift.training.preferences.preference_loss import Rewards
 from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
 logger = logging.getLogger(__name__)
 
-RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
 TENSORBOARD_FOLDER = "upshift_tensorboard"
 OWN_FILES = (
@@ -159,7 +167,7 @@ def open_run(job: Job, data: TrainingData) -> Job:
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
         if previous_run is not None and previous_run.finished:
-            raise _finished_run(directory)
+            raise finished_run(directory)
         if job.resume and previous_run is not None and _first_difference(previous_run, run) is None:
             run = run.changed(id=previous_run.id)
         run.write(directory)
@@ -168,10 +176,7 @@ def open_run(job: Job, data: TrainingData) -> Job:
         raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_REPAIR_ADVICE}")
     _check_same_run(previous_run, run, directory)
     state = SavedState.read(checkpoint).train
-    if state.step > job.arguments.max_steps:
-        raise RequestError(
-            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
-        )
+    _check_steps(job.arguments.max_steps, state.step, checkpoint)
     if state.run != previous_run.id:
         raise RequestError(f"{checkpoint} is of another run than {directory / RUN_NAME}; move it away, then --resume")
     previous_run = previous_run.as_of_step(state.step)
@@ -204,16 +209,55 @@ def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) ->
         return
     has_checkpoint = newest_checkpoint(directory) is not None
     if previous_run.finished and not has_checkpoint:
-        raise _finished_run(directory)
+        raise finished_run(directory)
     if previous_run.adapter is not None and has_checkpoint:
         adapter.check_same(previous_run.adapter, directory)
 
 
-def _finished_run(directory: Path) -> RequestError:
-    return RequestError(
-        f"the run in {directory} is finished and has no checkpoint to resume from; "
-        "use --overwrite to train again, or another output directory"
-    )
+def check_resumed_options(
+    directory: Path, arguments: Arguments, options: DataOptions, *, max_steps: int | None, values: Mapping[str, object]
+) -> None:
+    """Raise RequestError that names the first option in which a run that resumes differs from what it was before.
+
+    Call it before the data is read. The data itself is compared later, by ``check_resumed_data``.
+
+    Args:
+        directory: the output folder.
+        arguments: the arguments of the run now. Its numbers of steps do not count.
+        options: the options of the training data now.
+        max_steps: the requested number of steps. None: it follows from the data.
+        values: other fields of ``Run`` that follow from one option each, as they are now.
+    """
+    checkpoint = newest_checkpoint(directory) if (directory / RUN_NAME).exists() else None
+    if checkpoint is None:
+        return
+    previous_run = Run.read(directory)
+    difference = _first_difference(previous_run, previous_run.changed(arguments=arguments, **values))
+    if difference is not None:
+        raise another_run(directory, *difference)
+    _check_same_data_options(previous_run.data_options, options, directory)
+    if max_steps is not None:
+        _check_steps(max_steps, step_of(checkpoint) or 0, checkpoint)
+
+
+def _check_steps(max_steps: int, done: int, checkpoint: Path) -> None:
+    """Raise RequestError if a run that resumes has done more steps than are requested."""
+    if done > max_steps:
+        raise RequestError(f"max_steps={max_steps} is less than the {done} steps of {checkpoint}; use {done} or more")
+
+
+def _check_same_data_options(before: DataOptions | None, now: DataOptions, directory: Path) -> None:
+    """Raise RequestError that names the first option of the data that differs. ``before``: None in files of older versions.
+
+    To name the model's own objective is the same as to name none."""
+    if before is None:
+        return
+    before, now = (options.changed(objective=options.pair_objective) for options in (before, now))
+    if before != now:
+        raise RequestError(
+            f"{describe_difference(before, now, str(directory))}; resume with the options of that run, or start anew in another "
+            "output directory"
+        )
 
 
 def check_resumed_data(directory: Path, data: TrainingData, options: DataOptions, arguments: Arguments) -> None:
@@ -236,12 +280,8 @@ def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     difference = _first_difference(previous_run, run)
     if difference is not None:
         name, old, new = difference
-        before, now = previous_run.data_options, run.data_options
-        if name in ("data", "eval_data") and before is not None and now is not None and now != before:
-            raise RequestError(
-                f"{describe_difference(before, now, str(directory))}; resume with the options of that run, or start anew in "
-                "another output directory"
-            )
+        if name in ("data", "eval_data") and run.data_options is not None:
+            _check_same_data_options(previous_run.data_options, run.data_options, directory)
         raise another_run(directory, name, old, new)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.batches.collate import MicroBatch
+from upshift.training.batches.collate import MicroBatch, every_second_row
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.sampler import GlobalBatch, evaluation_batches
@@ -45,6 +45,7 @@ class ReferencePass:
     output: Path  # the folder of the run, in which the log-probabilities are kept
     run_id: str
     check_stop: Callable[[], None]  # called between batches. It raises Interrupted
+    has_kl_pass: bool = True  # of rated answers: False: nothing is compared with the mismatched ones, so they are left out
 
     def read(self, data: TrainingData) -> TrainingData:
         """Return the data with the log-probabilities in the file. Raise RequestError if there is no such file of these pairs."""
@@ -94,24 +95,26 @@ class ReferencePass:
         return iter(batches)
 
     def _compute_batches(self, num_sequences: int, batches: Iterable[GlobalBatch]) -> NDArray[np.float32]:
-        """Return the log-probability of each sequence's labels [num_sequences], and 0 for those of no batch.
+        """Return the log-probability of each sequence's labels [num_sequences], and 0 for those that are not computed.
 
         Each rank computes its part of every batch.
         """
         plan = self.mesh.plan
         model = self.passes.model
+        every = 2 if self.objective.has_ratings and not self.has_kl_pass else 1  # row that is computed
+
+        def compute(micro_batch: MicroBatch) -> torch.Tensor:
+            computed = micro_batch if every == 1 else every_second_row(micro_batch, first=0)
+            return compute_log_probabilities(model, plan, computed).cpu()
+
         values = torch.zeros(num_sequences, dtype=torch.float32)
         was_training = model.training
         model.train(False)
         with chunked_loss(model, plan):
             for batch in batches:
                 self.check_stop()
-                parts = self.passes.run(
-                    batch.micro_batches,
-                    lambda micro_batch: compute_log_probabilities(model, plan, micro_batch).cpu(),
-                    of="reference",
-                )
-                _put_rows(values, [part for part in batch.micro_batches if self.passes.runs(part)], parts)
+                parts = self.passes.run(batch.micro_batches, compute, of="reference")
+                _put_rows(values, [part for part in batch.micro_batches if self.passes.runs(part)], parts, every=every)
         model.train(was_training)
         if plan.num_processes > 1:
             on_device = values.to(plan.device)
@@ -155,14 +158,15 @@ class ReferencePass:
         return replace(data, training=training, evaluation=evaluation)
 
 
-def _put_rows(values: torch.Tensor, micro_batches: Sequence[MicroBatch], parts: Sequence[torch.Tensor]) -> None:
+def _put_rows(values: torch.Tensor, micro_batches: Sequence[MicroBatch], parts: Sequence[torch.Tensor], *, every: int) -> None:
     """Put the rows of the parts [rows each], which follow each other as in the micro-batches, in the places of their sequences.
 
-    A micro-batch without sequences, and a stand-in after the others, has rows that belong to none.
+    ``every``: 2 if the parts have the first of every two rows alone. A micro-batch without sequences, and a stand-in after the
+    others, has rows that belong to none.
     """
     rows = torch.cat([*parts, torch.zeros(0)])
     start = 0
     for micro_batch in micro_batches:
-        ids = torch.from_numpy(micro_batch.sequence_ids)
+        ids = torch.from_numpy(micro_batch.sequence_ids[::every])
         values[ids] = rows[start : start + len(ids)]
-        start += micro_batch.shape[0]
+        start += micro_batch.shape[0] // every

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import JobFailed
@@ -37,6 +37,15 @@ class RunEvents(TrainerCallback):
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.evaluations: list[Evaluated] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Take over the losses and evaluations before the checkpoint of a run that resumes."""
+        for logs in state.log_history:
+            if LOSS in logs:
+                self.steps.append(logs["step"])
+                self.losses.append(float(logs[LOSS]))
+            elif EVALUATED_LOSS in logs:
+                self.evaluations.append(self._evaluated(logs["step"], logs))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._step_start = time.perf_counter()
@@ -79,11 +88,29 @@ class RunEvents(TrainerCallback):
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
-        rows = state.global_step * self._global_batch
-        numbers = measured_numbers(metrics)
-        event = Evaluated(state.global_step, rows, numbers.pop(LOSS), unit="rows", metrics=numbers)
+        event = self._evaluated(state.global_step, metrics)
         self.evaluations.append(event)
         self._on_event(event)
+
+    def _evaluated(self, step: int, metrics: Mapping[str, Any]) -> Evaluated:
+        numbers = measured_numbers(metrics)
+        return Evaluated(step, step * self._global_batch, numbers.pop(LOSS), unit="rows", metrics=numbers)
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' callback, with the evaluations counted that a run had before it resumes.
+
+    transformers would restore the patience too, which a run may change, and the request to stop of an interrupted run."""
+
+    was_over = False  # the run had no patience left before it resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
+        since_best = [
+            logs for logs in state.log_history if EVALUATED_LOSS in logs and logs["step"] > (state.best_global_step or 0)
+        ]
+        self.early_stopping_patience_counter = len(since_best)
+        self.was_over = len(since_best) >= self.early_stopping_patience
 
 
 def measured_numbers(logs: Mapping[str, Any]) -> dict[str, float]:

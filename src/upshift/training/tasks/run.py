@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import EarlyStoppingCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainingArguments
 
 from upshift.benchmarking.environment import environment
 from upshift.errors import Interrupted, JobFailed, RequestError
@@ -29,12 +28,15 @@ from upshift.loading.output_lock import claimed
 from upshift.models.adapter import adapter_beside_images, base_of, check_names_in, complete_model, name_base, train_head_whole
 from upshift.models.build import build_model, name_padding
 from upshift.models.config import padding_of
-from upshift.models.source import ModelSource, fetch_weights, source_of_files
+from upshift.models.source import AdapterOptions, ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
 from upshift.training.arguments import LOSS, Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
-from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
+from upshift.training.checkpoint.checkpoint import check_output_directory, newest_checkpoint, save_model
+from upshift.training.checkpoint.directory import TASK_CHECKPOINTS as CHECKPOINTS
+from upshift.training.checkpoint.directory import TASK_RUN_NAME as RUN_FILE
+from upshift.training.checkpoint.directory import finished_run, replace_text, step_of
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
@@ -49,14 +51,12 @@ from upshift.training.tasks.metrics.trainer import (
     UnplannedTrainer,
 )
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
-from upshift.training.tasks.progress import EVALUATED_LOSS, RunEvents, measured_numbers
+from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RunEvents, measured_numbers
 from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
-CHECKPOINTS = "trainer-checkpoints"  # in the output folder, as the Trainer writes them
-RUN_FILE = "trainer_run.json"
-OWN_FILES = (CHECKPOINTS, RUN_FILE)
+OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp")
 LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection")
@@ -139,7 +139,9 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
     source = request.source()
     output = request.output
     if watcher is not None:
-        check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
+        check_output_directory(
+            output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES, checkpoints=output / CHECKPOINTS
+        )
     identity = _identity(request, source)
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
     if watcher is not None:
@@ -159,7 +161,7 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
     check_arguments(arguments, data, request, task.kind)
     model = load_task_model(source, task, data, request)
     if watcher is not None:
-        (output / RUN_FILE).write_text(json.dumps(identity, indent=1), encoding="utf-8")
+        _write_run_file(output, identity, finished=False)
     return PreparedTask(settings, data, model, arguments, checkpoint)
 
 
@@ -268,28 +270,46 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
 def _identity(request: TrainRequest, source: ModelSource) -> dict[str, Any]:
     """Return what a run that resumes must have in common with the run before."""
     return {
+        "adapter": request.as_adapter_options.model_dump(mode="json"),
         "model": source.model_hash,
         "data": str(Path(request.data).resolve()),
         "eval_data": request.eval_data,
         "global_batch": request.global_batch,
+        "sequence_length": request.sequence_length,
         "data_options": request.as_options.model_dump(mode="json"),
         "arguments": request.arguments.model_dump(mode="json", exclude=set(CHANGEABLE_ARGUMENTS)),
     }
 
 
-def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str:
-    """Return the newest checkpoint. Raise RequestError if there is none, or if it is of another run."""
-    folder = output / CHECKPOINTS
-    checkpoint: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if checkpoint is None or not (output / RUN_FILE).is_file():
-        raise RequestError(f"{output} has no checkpoint to resume from; start anew with --overwrite")
-    earlier = json.loads((output / RUN_FILE).read_text(encoding="utf-8"))
+def _write_run_file(output: Path, identity: dict[str, Any], *, finished: bool) -> None:
+    replace_text(output / RUN_FILE, json.dumps({**identity, "finished": finished}, indent=1))
+
+
+def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
+    """Return the newest whole checkpoint, or None if the run ended before its first one, so that it begins again.
+
+    Raise RequestError if the checkpoint is of another run, or if the run is finished and has none.
+    """
+    checkpoint = newest_checkpoint(output / CHECKPOINTS)
+    path = output / RUN_FILE
+    if checkpoint is None and not path.is_file():
+        return None
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
+    if checkpoint is None:
+        if earlier.get("finished", True):
+            raise finished_run(output)
+        return None
+    if "adapter" in earlier:
+        AdapterOptions.model_validate(identity["adapter"]).check_same(AdapterOptions.model_validate(earlier["adapter"]), output)
     missing = identity["arguments"].keys() - earlier.get("arguments", {}).keys()  # the program of the run had no such options
     earlier["arguments"] = earlier.get("arguments", {}) | {name: Arguments.model_fields[name].default for name in missing}
     for name, value in identity.items():
-        if earlier.get(name) != value:
-            raise another_run(output, *_named_difference(name, earlier.get(name), value))
-    return checkpoint
+        if name != "adapter" and name in earlier and earlier[name] != value:
+            raise another_run(output, *_named_difference(name, earlier[name], value))
+    return str(checkpoint)
 
 
 def read_settings_of(request: TrainRequest, kind: TaskKind, num_processes: int) -> Settings:
@@ -364,9 +384,7 @@ def _train(
     start = time.perf_counter()
     with StopRequest(notice=leads) as stop:
         events = RunEvents(on_event, stop, global_batch=request.global_batch, logging_steps=arguments.logging_steps)
-        callbacks: list[Any] = [events]
-        if arguments.early_stopping_patience is not None:
-            callbacks.append(EarlyStoppingCallback(arguments.early_stopping_patience))
+        patience = arguments.early_stopping_patience
         trainer = _make_trainer(
             request,
             task,
@@ -376,14 +394,15 @@ def _train(
             args=training_arguments(request, arguments, prepared.settings, data),
             data_collator=data.collate,
             metrics=data.metrics if data.evaluation is not None else None,
+            early_stopping=None if patience is None else EarlyStopping(patience),
             train_dataset=data.training,
             eval_dataset=data.evaluation,
-            callbacks=callbacks,
+            callbacks=[events],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         on_event(
             Started(
-                step=0 if checkpoint is None else int(checkpoint.rpartition("-")[2]),
+                step=0 if checkpoint is None else step_of(Path(checkpoint)) or 0,
                 max_steps=arguments.max_steps,
                 tokens=0,
                 num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -405,6 +424,7 @@ def _train(
     if not leads:
         return None
     save_model(request.output, model, data.preprocessors)
+    _write_run_file(request.output, _identity(request, request.source()), finished=True)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))

@@ -13,6 +13,7 @@ from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
 from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+from upshift.training.tasks.progress import EarlyStopping
 
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
 NO_PLAN = (
@@ -26,9 +27,19 @@ class TaskTrainer(Trainer):
 
     They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too."""
 
-    def __init__(self, *, metrics: TaskMetrics | None, **arguments: Any) -> None:
+    def __init__(self, *, metrics: TaskMetrics | None, early_stopping: EarlyStopping | None, **arguments: Any) -> None:
         super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
         self._metrics = metrics
+        self._early_stopping = early_stopping
+        if early_stopping is not None:
+            self.add_callback(early_stopping)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Return the batches of a step. Return none if the run had ended before it resumed: transformers would do a step more."""
+        was_over = self._early_stopping is not None and self._early_stopping.was_over
+        if was_over or self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -1,0 +1,193 @@
+"""A run that is killed at any change of a file, and resumed by the same line, ends as if it had never stopped."""
+
+# ruff: noqa: F811  fixtures of another file
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_models import write_jsonl
+from snapshots import snapshots
+from test_train import a_job, a_plan, home, prepared  # noqa: F401  fixtures
+from text_models import named, save_text_model
+
+import upshift
+from upshift.errors import RequestError
+from upshift.record import Record
+from upshift.training.job.job import run_job
+from upshift.training.run import train
+
+CHECKPOINTS = "trainer-checkpoints"
+WHAT_ENDS_ALIKE = ("loss_curve", "evaluations", "evaluation_metrics", "metrics", "end", "steps", "model_step")
+OF_TASK = {  # the best model is that of step 4, and the run ends early after step 8
+    "max_steps": 10, "eval_steps": 2, "learning_rate": 0.1, "lr_scheduler_type": "constant", "load_best": True,
+    "early_stopping_patience": 2, "logging_steps": 3,
+}  # fmt: skip
+POINTS = {
+    "before the first checkpoint": rf"open {CHECKPOINTS}/checkpoint-2\.tmp/optimizer\.pt",
+    "between two checkpoints": rf"mkdir {CHECKPOINTS}/checkpoint-4\.tmp",
+    "while an old checkpoint is removed": rf"rmdir {CHECKPOINTS}/checkpoint-2\.removed\.tmp",
+    "after the last step": r"mkdir model\.tmp",
+}
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier with dropout, and texts with labels. Those that are held out have the opposite ones."""
+    folder = tmp_path_factory.mktemp("labelled")
+    save_text_model(folder / "model", "BertForSequenceClassification", hidden_dropout_prob=0.1, **named("good", "bad"))
+    draws = random.Random(0)
+    for split, number, labels in (("train", 24, ("good", "bad")), ("validation", 7, ("bad", "good"))):
+        rows = []
+        for _ in range(number):
+            kind = draws.randrange(2)
+            words = [*draws.choices(("lives", "in", "rome", "bob"), k=draws.randint(0, 4)), ("good", "bad")[kind]]
+            rows.append({"text": " ".join(words), "label": labels[kind]})
+        write_jsonl(folder / "rows" / f"{split}.jsonl", rows)
+    return folder
+
+
+def run_task(labelled: Path, output: Path, *, resume: bool = False, arguments: Any = OF_TASK, **options: Any) -> Record:
+    options = {"global_batch": 4, "fixed": ("per_device_train_batch_size=2", "precision=fp32", "torch_compile=off")} | options
+    record = upshift.train(
+        str(labelled / "model"),
+        str(labelled / "rows"),
+        output=output,
+        resume=resume,
+        trial_seconds=0,
+        arguments=arguments,
+        **options,
+    )
+    assert record is not None
+    return record
+
+
+@pytest.fixture(scope="module")
+def killed(labelled: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record, bytes]:
+    """The folder with copies of a run, the run's record, and its final weights."""
+    folder = tmp_path_factory.mktemp("killed")
+    with snapshots(folder / "out", folder / "copies", POINTS):
+        record = run_task(labelled, folder / "out")
+    assert record.details["end"] == "early stopping" and record.details["model_step"] == 4
+    return folder, record, (folder / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_task_ends_as_if_it_had_never_stopped(point: str, labelled: Path, killed: tuple[Path, Record, bytes]) -> None:
+    """Losses, evaluations, the patience, the best model and the files, to the bit. A file of the user stays."""
+    folder, whole, weights = killed
+    output = folder / "out"  # the state of a checkpoint names the folder of the best one
+    shutil.rmtree(output)
+    shutil.copytree(folder / "copies" / point, output)
+    has_checkpoint = any((output / CHECKPOINTS).glob("checkpoint-[0-9]"))
+    if has_checkpoint:
+        (output / "notes.txt").write_text("mine")
+    resumed = run_task(labelled, output, resume=True)
+    for name in WHAT_ENDS_ALIKE:
+        assert resumed.details[name] == whole.details[name], name
+    assert resumed.measured and whole.measured
+    assert resumed.measured.loss == whole.measured.loss and resumed.measured.evaluation_loss == whole.measured.evaluation_loss
+    assert (output / "model.safetensors").read_bytes() == weights
+    assert not [path for path in output.rglob("*.tmp")] and (output / "notes.txt").exists() == has_checkpoint
+
+
+def test_a_finished_task_takes_no_further_step(labelled: Path, tmp_path: Path) -> None:
+    short = {"max_steps": 2, "learning_rate": 1e-2}
+    whole = run_task(labelled, tmp_path / "whole", arguments={"max_steps": 3, "save_steps": 3, **{"learning_rate": 1e-2}})
+    run_task(labelled, tmp_path / "out", arguments=short)
+    with pytest.raises(RequestError, match="is finished and has no checkpoint"):
+        run_task(labelled, tmp_path / "out", arguments=short, resume=True)
+    again = run_task(
+        labelled, tmp_path / "whole", arguments={"max_steps": 3, "save_steps": 3, "learning_rate": 1e-2}, resume=True
+    )
+    assert again.details["loss_curve"] == whole.details["loss_curve"]  # not a step more, as transformers would take
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"arguments": {**OF_TASK, "learning_rate": 0.5}}, "learning_rate=0.5 differs .* has learning_rate=0.1"),
+        ({"sequence_length": 7}, "sequence_length=7 differs .* has sequence_length=None"),
+        ({"lora_rank": 2}, "you gave --lora-rank 2, and the run in .* has no --lora-rank"),
+        ({"long_rows": "drop"}, "long_rows=drop differs"),
+    ],
+    ids=str,
+)
+def test_a_task_with_another_option_is_refused_by_name(
+    change: dict[str, Any], words: str, labelled: Path, killed: tuple[Path, Record, bytes], tmp_path: Path
+) -> None:
+    folder, _, _ = killed
+    shutil.copytree(folder / "copies" / "between two checkpoints", tmp_path / "out")
+    with pytest.raises(RequestError, match=words):
+        run_task(labelled, tmp_path / "out", resume=True, **change)
+
+
+LOOP_POINTS = {
+    "while a checkpoint gets its name": r"rename checkpoint-2\.tmp",
+    "while the run file is replaced": r"rename upshift_run\.json\.tmp",
+    "while the final model is written": r"rename model\.tmp/.*",
+}
+
+
+@pytest.fixture(scope="module")
+def stopped_loop(home: Path, prepared: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Record]:
+    folder = tmp_path_factory.mktemp("loop")
+    job = a_job(
+        home, folder / "out", model="gpt2", plan=a_plan(), max_steps=6, eval_steps=2, load_best=True, logging_steps=2,
+        early_stopping_patience=2,
+    )  # fmt: skip
+    with snapshots(folder / "out", folder / "copies", LOOP_POINTS):
+        record = run_job(job, prepared("gpt2"))
+    return folder, job, record
+
+
+@pytest.mark.parametrize("point", LOOP_POINTS)
+def test_the_loop_ends_as_if_it_had_never_stopped(
+    point: str,
+    prepared: Any,
+    stopped_loop: tuple[Path, Any, Record],
+    tmp_path: Path,
+) -> None:
+    folder, job, whole = stopped_loop
+    shutil.copytree(folder / "copies" / point, tmp_path / "out")
+    resumed = run_job(job.changed(output=str(tmp_path / "out"), resume=True), prepared("gpt2"))
+    for name in ("loss_curve", "evaluations", "end", "steps", "model_step"):
+        assert resumed.details[name] == whole.details[name], name
+    assert [entry["loss"] for entry in resumed.details["logged_steps"]] == [
+        entry["loss"] for entry in whole.details["logged_steps"]
+    ]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
+    assert not [path for path in (tmp_path / "out").rglob("*.tmp")]
+
+
+@pytest.fixture
+def failed_run(tmp_path: Path) -> Iterator[Path]:
+    """A folder as a run leaves it that died before its first checkpoint."""
+    folder = tmp_path / "out"
+    (folder / "upshift_report").mkdir(parents=True)
+    (folder / "checkpoint-2.tmp").mkdir()
+    for name in ("upshift_run.json", "upshift_out_of_memory.jsonl", "upshift_report/rank-0.json", "checkpoint-2.tmp/config.json"):
+        (folder / name).write_text("{}")
+    yield folder
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_leaves_the_folder_to_the_next(
+    failed_run: Path,
+    home: Path,
+    prepared: Any,
+) -> None:
+    job = a_job(home, failed_run, model="gpt2", max_steps=1)
+    assert run_job(job, prepared("gpt2")).details["steps"] == 1
+    assert not (failed_run / "upshift_out_of_memory.jsonl").exists() and not (failed_run / "checkpoint-2.tmp").exists()
+
+
+@pytest.mark.parametrize("kept", ["notes.txt", "checkpoint-1", "upshift_reference.npz", "model.safetensors"])
+def test_a_folder_with_something_of_value_is_not_taken(kept: str, failed_run: Path, home: Path) -> None:
+    (failed_run / kept).write_text("of value")
+    with pytest.raises(RequestError, match=rf"is not empty \({kept}\); use --resume .*--overwrite"):
+        train(str(home / "llama"), str(home / "data.jsonl"), output=failed_run, from_config=True)
+    assert (failed_run / "upshift_report" / "rank-0.json").exists()
