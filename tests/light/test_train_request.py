@@ -48,6 +48,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
+    "find_learning_rate": ("--find-learning-rate", True),
 }
 ARGUMENTS = {
     "learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine",

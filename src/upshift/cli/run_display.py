@@ -65,6 +65,8 @@ class RunDisplay:
             trying=lambda plan: self._show(f"Trial {plan.label()}"[:MAX_TITLE], None, None, key="trial"),
             tried=self._print_trial,
             proved=self._print_notes,
+            finding_rate=lambda done, total: self._show("Finding a learning rate", done, total),
+            found_rate=self._print_rate,
             ready=self._print_plan,
             event=self._show_event,
         )
@@ -112,6 +114,11 @@ class RunDisplay:
     def _print_notes(self, proof: Any) -> None:
         for note in proof.notes:
             self._print(note, style="dim")
+
+    def _print_rate(self, found: Any) -> None:
+        self._activity.update(title="Loading the model")
+        tried = f"{len(found.rates)} were tried, from {found.rates[0]:.2g} to {found.rates[-1]:.2g}"
+        self._print(f"Learning rate: {found.learning_rate:g} ({tried})")
 
     def _print_plan(self, prepared: Any) -> None:
         self._activity.update(title="Loading the model")

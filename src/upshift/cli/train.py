@@ -83,6 +83,13 @@ LearningRate = Annotated[
     float,
     option("--learning-rate", text="The highest learning rate.", panel=Panel.TRAINING, metavar="X", least=ABOVE_ZERO),
 ]
+FindLearningRate = Annotated[
+    bool,
+    option(
+        "--find-learning-rate", panel=Panel.TRAINING,
+        text="Try rising learning rates in 40 to 100 steps before the run, and take one at which the loss falls.",
+    ),
+]  # fmt: skip
 WarmupSteps = Annotated[
     int,
     option(
@@ -348,6 +355,7 @@ def command(
     max_steps: MaxSteps = None,
     epochs: Epochs = 1.0,
     learning_rate: LearningRate = 5e-5,
+    find_learning_rate: FindLearningRate = False,
     warmup_steps: WarmupSteps = 0,
     warmup_ratio: WarmupRatio = None,
     weight_decay: WeightDecay = 0.0,

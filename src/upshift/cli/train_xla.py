@@ -25,8 +25,9 @@ Backend = Annotated[
     ),
 ]  # fmt: skip
 TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
-    *AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to", "logging_steps",
-    "early_stopping_patience", "load_best", "metric_for_best_model", "neftune_noise_alpha", "objective", "trial_seconds",
+    *AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal", "find_learning_rate", "report_to",
+    "logging_steps", "early_stopping_patience", "load_best", "metric_for_best_model", "neftune_noise_alpha", "objective",
+    "trial_seconds",
 )  # fmt: skip
 NO_TRIALS = 0.0  # seconds to test plans: XLA has one plan, so that it tests none
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here

@@ -52,6 +52,9 @@ class Arguments(Value):
 
     max_steps: int = Field(gt=0)
     learning_rate: float = Field(5e-5, gt=0)
+    range_test_from: float | None = Field(
+        None, gt=0, description="of a test of learning rates: the first one, which grows evenly to learning_rate; None: a run"
+    )
     lr_scheduler_type: LearningRateSchedule = "linear"
     warmup_steps: int = Field(0, ge=0)
     warmup_ratio: float | None = Field(None, ge=0, le=1, description="share of max_steps; None: warmup_steps counts")
@@ -199,6 +202,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
     from_config: bool = Field(False, description="random weights")
     tokenizer: Any = Field(None, description="a tokenizer, or where one is; None: the model's own")
     trial_seconds: float = Field(TRIAL_SECONDS, ge=0, description="the time to try plans in; 0: trust the prediction")
+    find_learning_rate: bool = Field(False, description="try rising learning rates before the run, and take one of them")
     mup_base: str | None = Field(None, description="a narrower model whose learning rates hold, by muP")
 
     @field_validator("model", "data", "eval_data", mode="before")
@@ -227,6 +231,7 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
                     "it out"
                 )
         checked.check_pair_losses()
+        request.check_learning_rate()
         if checked.desirable_weight == checked.undesirable_weight == 0:
             raise RequestError("--desirable-weight and --undesirable-weight are both 0, so nothing is learned; give one above 0")
         request.check_evaluation_size(checked)
@@ -251,6 +256,12 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
             raise RequestError(
                 f"--{needed.replace('_', '-')} needs held-out data, and --eval-size 0 holds none out; leave one of the two out"
             )
+
+    def check_learning_rate(self) -> None:
+        """Raise RequestError if a learning rate is given, and another one shall be found."""
+        given = self.arguments.learning_rate
+        if self.find_learning_rate and given != Arguments.model_fields["learning_rate"].default:
+            raise RequestError(f"--learning-rate {given:g} is given, and --find-learning-rate finds one; leave one of them out")
 
     @property
     def resume_from(self) -> Path | None:

@@ -38,8 +38,16 @@ from upshift.training.data.data_options import DataOptions, ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
+from upshift.training.learning_rate_finder import FoundRate, check_finder, find_learning_rate
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.state import OWN_FILES, another_run, check_resumed_data, check_resumed_options, check_run_file
+from upshift.training.loop.state import (
+    OWN_FILES,
+    another_run,
+    check_resumed_data,
+    check_resumed_options,
+    check_run_file,
+    learning_rate_of,
+)
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
@@ -127,6 +135,8 @@ class Watcher:
     trying: Callable[[Plan], None] = lambda plan: None
     tried: Callable[[Tried], None] = lambda tried: None
     proved: Callable[[Proof], None] = lambda proof: None
+    finding_rate: Callable[[int, int], None] = lambda done, total: None
+    found_rate: Callable[[FoundRate], None] = lambda found: None
     ready: Callable[[PreparedRun], None] = lambda prepared: None
     event: OnEvent = lambda event: None
 
@@ -242,6 +252,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     heal: bool = False,
+    find_learning_rate: bool = False,
     report_to: tuple[Tracker, ...] = (),
     objective: ObjectiveName | None = None,
     arguments: dict[str, Any] | None = None,
@@ -259,6 +270,7 @@ def train(
         overwrite: train although the folder has a model.
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
+        find_learning_rate: try rising learning rates before the run, and take one of them.
         report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
         objective: what is learned. "dpo": to prefer chosen answers to rejected ones. "kto": to give good answers and not bad
             ones. "reward": to score answers. None: the model's own objective.
@@ -268,6 +280,7 @@ def train(
     """
     fields = {
         **options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal,
+        "find_learning_rate": find_learning_rate,
         "report_to": report_to, "objective": objective,
     }  # fmt: skip
     return run_training(TrainRequest.of(fields, arguments or {}), watcher or Watcher())
@@ -286,6 +299,8 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
         if request.report_to:
             watcher = _with_trackers(request, watcher, output_lock)
         task = find_task_model(request.source(), request.data, request)
+        if request.find_learning_rate:
+            check_finder(is_task=task is not None, is_launched=ranks is not None)
         if task is not None:
             return _train_task(request, task, watcher)
         request.arguments.check_metric((), "text")
@@ -333,12 +348,28 @@ def _prepare_job(
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
     check_run_file(output, resume=request.resume, adapter=request.as_adapter_options)
     watcher.checked()
+    request = _with_rate_of_run(request)
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)
     job = prepared.job(
         request.arguments_for(steps), output=output, overwrite=request.overwrite, resume=request.resume, heal=request.heal
     )
-    return job, prepared
+    return (_with_found_rate(job, prepared.data, watcher) if request.find_learning_rate else job), prepared
+
+
+def _with_rate_of_run(request: TrainRequest) -> TrainRequest:
+    """Return the request with the learning rate that was found before the run's first checkpoint, if there is one."""
+    rate = learning_rate_of(request.output) if request.find_learning_rate and request.resume else None
+    if rate is None:
+        return request
+    return request.changed(find_learning_rate=False, arguments=request.arguments.changed(learning_rate=rate))
+
+
+def _with_found_rate(job: Job, data: TrainingData, watcher: Watcher) -> Job:
+    """Return the job with the learning rate that is found for it."""
+    found = find_learning_rate(job, data, on_step=watcher.finding_rate)
+    watcher.found_rate(found)
+    return job.changed(arguments=job.arguments.changed(learning_rate=found.learning_rate))
 
 
 def _request_for_ranks(request: TrainRequest, processes: int) -> TrainRequest:

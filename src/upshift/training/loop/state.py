@@ -214,6 +214,13 @@ def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) ->
         adapter.check_same(previous_run.adapter, directory)
 
 
+def learning_rate_of(directory: Path) -> float | None:
+    """Return the learning rate of the run in a folder, or None if it has no checkpoint to resume from."""
+    if not (directory / RUN_NAME).exists() or newest_checkpoint(directory) is None:
+        return None
+    return Run.read(directory).arguments.learning_rate
+
+
 def check_resumed_options(
     directory: Path, arguments: Arguments, options: DataOptions, *, max_steps: int | None, values: Mapping[str, object]
 ) -> None:

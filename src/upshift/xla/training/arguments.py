@@ -17,6 +17,7 @@ NOT_USED = (  # arguments of torch's loop alone
     "load_best",
     "metric_for_best_model",
     "neftune_noise_alpha",
+    "range_test_from",
 )
 
 

@@ -1,0 +1,134 @@
+"""Find a learning rate: train a copy for some steps while the rate rises, and see between which rates the loss falls.
+
+Source: Smith, Cyclical Learning Rates for Training Neural Networks (2017), section 3.3. The rule that picks the rate is fastai's
+"valley", and so is the end where the loss diverges.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from upshift.errors import JobFailed, RequestError
+from upshift.training.arguments import LOSS
+from upshift.training.data.dataset import TrainingData
+from upshift.training.job.job import Job, run_job
+from upshift.training.loop.events import Event, StepDone
+from upshift.value import Value
+
+FIRST_RATE = 1e-7
+LAST_RATE = 1.0
+FEWEST_STEPS, MOST_STEPS = 40, 100
+SHARE_OF_RUN = 0.2  # of the steps of the run, so that a short run does not take twice as long
+DIVERGED = 4.0  # times the lowest smoothed loss, as in fastai
+
+
+class FoundRate(Value):
+    """The learning rate that was found, with the rates that were tried and the loss of the step at each."""
+
+    learning_rate: float
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+
+
+class _RangeEnded(Exception):
+    """End a range test: every rate was tried, or the loss diverged."""
+
+
+def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, int], None]) -> FoundRate:
+    """Return a learning rate for a job. The model of the job and its output folder stay as they are.
+
+    Args:
+        job: the job, whose steps are tried with rising rates.
+        data: its data.
+        on_step: receives the number of steps that are done, and of all.
+
+    Raise JobFailed if the steps fail before the loss falls at any rate.
+    """
+    steps = num_range_steps(job.arguments.max_steps)
+    rates: list[float] = []
+    losses: list[float] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, StepDone):
+            rates.append(event.learning_rate)
+            losses.append(event.loss)
+            on_step(len(losses), steps)
+            if len(losses) == steps or has_diverged(losses):
+                raise _RangeEnded
+
+    with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-") as folder:
+        try:
+            run_job(_range_test(job, Path(folder), steps), replace(data, evaluation=None), on_event=watch, fresh_process=True)
+        except _RangeEnded:
+            pass
+        except JobFailed:
+            if len(losses) < FEWEST_STEPS // 2:
+                raise  # no rate is too high so early: another fault ended it
+    found = float(f"{valley(rates, smoothed(losses)):.2g}")  # more digits would claim too much
+    return FoundRate(learning_rate=found, rates=tuple(rates), losses=tuple(losses))
+
+
+def check_finder(*, is_task: bool, is_launched: bool) -> None:
+    """Raise RequestError if learning rates cannot be tried for this run."""
+    if is_task:
+        raise RequestError("--find-learning-rate is for texts, and this run learns a task; give --learning-rate")
+    if is_launched:
+        raise RequestError(
+            "--find-learning-rate starts its own processes, and a launcher started these; run it once without the launcher, for "
+            "example with --max-steps 1, and then give the --learning-rate that it prints"
+        )
+
+
+def num_range_steps(run_steps: int) -> int:
+    """Return how many steps a range test takes for a run of so many."""
+    return int(np.clip(SHARE_OF_RUN * run_steps, FEWEST_STEPS, MOST_STEPS))
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Return whether the last loss is far above the lowest one."""
+    smooth = smoothed(losses)
+    return not np.isfinite(losses[-1]) or smooth[-1] > DIVERGED * smooth.min()
+
+
+def smoothed(losses: Sequence[float]) -> np.ndarray:
+    """Return the means of each loss and its neighbours. A moving average of earlier losses alone would show a fall too late."""
+    width = max(len(losses) // 20, 1)
+    return np.array([np.mean(losses[max(number - width, 0) : number + width + 1]) for number in range(len(losses))])
+
+
+def valley(rates: Sequence[float], losses: np.ndarray) -> float:
+    """Return the rate in the middle of the longest valley: of the longest sequence of losses, not all neighbours, that falls.
+
+    Source: fastai's ``valley`` (fastai/callback/schedule.py). Raise JobFailed if no loss is lower than an earlier one.
+    """
+    lengths = np.ones(len(losses), dtype=int)
+    for end in range(1, len(losses)):
+        lower = losses[end] < losses[:end]
+        if lower.any():
+            lengths[end] = lengths[:end][lower].max() + 1
+    end = int(lengths.argmax()) if len(losses) else 0
+    if not len(losses) or lengths[end] == 1:
+        raise JobFailed("the loss falls at no learning rate from 1e-07 to 1; give --learning-rate, and look at the data")
+    section = (lengths[end] - 1) // 3
+    return float(rates[end - lengths[end] + 1 + section + section // 2])
+
+
+def _range_test(job: Job, folder: Path, steps: int) -> Job:
+    """Return the job whose learning rate rises from the first rate to the last one, and which evaluates and saves nothing."""
+    arguments = job.arguments.changed(
+        max_steps=steps + 1,  # the test ends one step earlier, before the job would save its model
+        learning_rate=LAST_RATE,
+        range_test_from=FIRST_RATE,
+        logging_steps=0,
+        eval_steps=0,
+        save_steps=0,
+        early_stopping_patience=None,
+        load_best=False,
+        metric_for_best_model=LOSS,
+    )
+    return job.changed(arguments=arguments, output=str(folder / "run"), overwrite=False, resume=False, heal=False, predicted=None)

@@ -1,0 +1,96 @@
+"""A learning rate that is found: by the rule on made-up curves, and in a run, which is that of the same rate given by hand."""
+# ruff: noqa: F811  fixtures of another file
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_train import GLOBAL_BATCH, LENGTH, curve, home, prepared  # noqa: F401  fixtures
+
+from upshift.errors import JobFailed, RequestError
+from upshift.record import Record
+from upshift.training.arguments import Arguments, TrainRequest
+from upshift.training.learning_rate_finder import (
+    FEWEST_STEPS,
+    FIRST_RATE,
+    LAST_RATE,
+    MOST_STEPS,
+    FoundRate,
+    has_diverged,
+    num_range_steps,
+    smoothed,
+    valley,
+)
+from upshift.training.optimizers.schedule import learning_rate_factor
+from upshift.training.run import Watcher, run_training
+
+RATES = np.geomspace(FIRST_RATE, LAST_RATE, 71)  # ten a decade
+
+
+def falling(first: float, last: float) -> np.ndarray:
+    """Return losses that are 10 up to one rate, fall to 2 at another one, and rise beyond it."""
+    logs = np.log(RATES)
+    return np.interp(logs, [logs[0], np.log(first), np.log(last), logs[-1]], [10.0, 10.0, 2.0, 30.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(start=st.integers(5, 40), length=st.integers(6, 25))
+def test_the_rate_lies_where_the_loss_falls(start: int, length: int) -> None:
+    first, last = RATES[start], RATES[start + length]
+    found = valley(list(RATES), falling(first, last))
+    assert first < found < last
+    assert valley(list(RATES * 7), falling(first, last) + 3) == pytest.approx(7 * found)
+
+
+def test_a_loss_that_falls_nowhere_has_no_rate() -> None:
+    for losses in ([], [2.0] * 40, list(np.linspace(2.0, 9.0, 40))):
+        with pytest.raises(JobFailed, match="falls at no learning rate"):
+            valley(list(RATES[: len(losses)]), smoothed(losses) if losses else np.array([]))
+
+
+def test_the_test_ends_where_the_loss_diverges() -> None:
+    assert not has_diverged([5.0, 4.0, 6.0, 4.5])
+    assert has_diverged([2.0] * 30 + [40.0] * 3) and has_diverged([2.0, float("nan")])
+
+
+@pytest.mark.parametrize(("of_run", "steps"), [(1, FEWEST_STEPS), (300, 60), (100_000, MOST_STEPS)])
+def test_rates_grow_evenly_from_the_first_to_the_last(of_run: int, steps: int) -> None:
+    assert num_range_steps(of_run) == steps
+    arguments = Arguments(max_steps=steps + 1, learning_rate=LAST_RATE, range_test_from=FIRST_RATE, warmup_steps=9)
+    rates = [LAST_RATE * learning_rate_factor(step, name="linear", arguments=arguments) for step in range(steps)]
+    assert rates == pytest.approx(list(np.geomspace(FIRST_RATE, LAST_RATE, steps)))
+
+
+def trained(home: Path, output: Path, found: list[FoundRate], arguments: dict[str, Any], **options: Any) -> Record:
+    """Train in two ways or resume, with everything else equal."""
+    fields = {
+        "model": str(home / "llama"), "data": str(home / "data.jsonl"), "output": output, "from_config": True,
+        "sequence_length": LENGTH, "global_batch": GLOBAL_BATCH, "trial_seconds": 0.0, "fixed": ("torch_compile=off",),
+    }  # fmt: skip
+    record = run_training(TrainRequest.of({**fields, **options}, arguments), Watcher(found_rate=found.append))
+    assert record is not None
+    return record
+
+
+def test_a_run_with_a_found_rate_is_that_of_the_same_rate_given(home: Path, tmp_path: Path) -> None:
+    found: list[FoundRate] = []
+    record = trained(home, tmp_path / "found", found, {"max_steps": 6, "save_steps": 4}, find_learning_rate=True)
+    (answer,) = found
+    assert record.details["arguments"]["learning_rate"] == answer.learning_rate
+    assert len(answer.rates) == len(answer.losses) <= FEWEST_STEPS and answer.rates[0] == pytest.approx(FIRST_RATE)
+    assert answer.losses[0] == curve(record)[0][1]  # both begin with the same weights and batch
+    by_hand = trained(home, tmp_path / "given", found, {"max_steps": 6, "save_steps": 4, "learning_rate": answer.learning_rate})
+    assert curve(record) == curve(by_hand)
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {path.name for path in (tmp_path / "given").iterdir()}
+    resumed = trained(home, tmp_path / "found", found, {"max_steps": 8, "save_steps": 4}, find_learning_rate=True, resume=True)
+    assert len(found) == 1 and resumed.details["arguments"]["learning_rate"] == answer.learning_rate
+
+
+def test_what_cannot_be_found_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"--learning-rate 0.001 is given, and --find-learning-rate"):
+        TrainRequest.of({"model": "m", "data": "d", "find_learning_rate": True}, {"learning_rate": 1e-3})
