@@ -87,7 +87,7 @@ FindLearningRate = Annotated[
     bool,
     option(
         "--find-learning-rate", panel=Panel.TRAINING,
-        text="Try rising learning rates in 40 to 100 steps before the run, and take one at which the loss falls.",
+        text="Try rising learning rates in 40 to 100 steps before the run, and take a tenth of the best.",
     ),
 ]  # fmt: skip
 WarmupSteps = Annotated[

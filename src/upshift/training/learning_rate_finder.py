@@ -1,7 +1,6 @@
-"""Find a learning rate: train a copy for some steps while the rate rises, and see between which rates the loss falls.
+"""Find a learning rate: train a copy for some steps while the rate rises, and see at which rate the loss is lowest.
 
-Source: Smith, Cyclical Learning Rates for Training Neural Networks (2017), section 3.3. The rule that picks the rate is fastai's
-"valley", and so is the end where the loss diverges.
+Source: Smith, Cyclical Learning Rates for Training Neural Networks (2017), section 3.3.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ FIRST_RATE = 1e-7
 LAST_RATE = 1.0
 FEWEST_STEPS, MOST_STEPS = 40, 100
 SHARE_OF_RUN = 0.2  # of the steps of the run, so that a short run does not take twice as long
+BELOW_LOWEST = 0.1  # times the rate of the lowest loss: there the loss still falls
 DIVERGED = 4.0  # times the lowest smoothed loss, as in fastai
 
 
@@ -69,8 +69,7 @@ def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, 
         except JobFailed:
             if len(losses) < FEWEST_STEPS // 2:
                 raise  # no rate is too high so early: another fault ended it
-    found = float(f"{valley(rates, smoothed(losses)):.2g}")  # more digits would claim too much
-    return FoundRate(learning_rate=found, rates=tuple(rates), losses=tuple(losses))
+    return FoundRate(learning_rate=pick_rate(rates, losses), rates=tuple(rates), losses=tuple(losses))
 
 
 def check_finder(*, is_task: bool, is_launched: bool) -> None:
@@ -101,21 +100,21 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
     return np.array([np.mean(losses[max(number - width, 0) : number + width + 1]) for number in range(len(losses))])
 
 
-def valley(rates: Sequence[float], losses: np.ndarray) -> float:
-    """Return the rate in the middle of the longest valley: of the longest sequence of losses, not all neighbours, that falls.
+def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Return a tenth of the rate at which the loss is lowest, with two digits.
 
-    Source: fastai's ``valley`` (fastai/callback/schedule.py). Raise JobFailed if no loss is lower than an earlier one.
+    Source: fastai's rule "minimum". Of its rules this one came nearest to the best of seven rates, with a small model that had
+    been trained and with one that had not: within a factor of 2.6. "valley" was 13 times too low for the second one.
+
+    Raise JobFailed if the loss falls at no rate.
     """
-    lengths = np.ones(len(losses), dtype=int)
-    for end in range(1, len(losses)):
-        lower = losses[end] < losses[:end]
-        if lower.any():
-            lengths[end] = lengths[:end][lower].max() + 1
-    end = int(lengths.argmax()) if len(losses) else 0
-    if not len(losses) or lengths[end] == 1:
-        raise JobFailed("the loss falls at no learning rate from 1e-07 to 1; give --learning-rate, and look at the data")
-    section = (lengths[end] - 1) // 3
-    return float(rates[end - lengths[end] + 1 + section + section // 2])
+    smooth = smoothed(losses)
+    lowest = int(smooth.argmin()) if len(losses) else 0
+    if lowest == 0:
+        raise JobFailed(
+            f"the loss falls at no learning rate from {FIRST_RATE:g} to {LAST_RATE:g}; look at the data and the model"
+        )
+    return float(f"{BELOW_LOWEST * rates[lowest]:.2g}")
 
 
 def _range_test(job: Job, folder: Path, steps: int) -> Job:
