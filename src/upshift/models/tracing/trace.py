@@ -231,11 +231,12 @@ def trace_model(
     variants: tuple[Variant, ...],
     store: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    chunked: bool = True,
 ) -> ModelProfile:
     """Measure every variant of the step, and return the model's profile.
 
-    Raise RequestError if the model has fewer than ``sequence_length`` positions. Raise RequestError, with the name of the
-    module, if the model cannot be traced."""
+    ``chunked``: also trace the loss in chunks. Raise RequestError if the model has fewer than ``sequence_length`` positions.
+    Raise RequestError, with the name of the module, if the model cannot be traced."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     if variants:
@@ -250,7 +251,8 @@ def trace_model(
         division = _tensor_parallel_or_reason(tracer, variants, points[0])
         if isinstance(division, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
-        steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
+        chunking = chunked and reason is None
+        steps = step_tasks(tracer, variants, sequence_length, chunking=chunking)
         model_tasks: list[Callable[[], Any]] = [
             partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)
         ]
@@ -270,7 +272,7 @@ def trace_model(
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(Stack(**vars(stack)) for stack in tracer.stacks),
-        steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
+        steps=assemble_steps(tracer, variants, traces, chunking=chunking),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=runs.kv_elements,
         cache=runs.cache,
