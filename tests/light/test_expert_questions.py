@@ -1,4 +1,4 @@
-"""Ninety questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
+"""Ninety-one questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
 
 The models are made from their sizes (made_sizes.py, made_generators.py) and the hosts are described, so nothing is traced. A
 question names who publishes its answer.
@@ -37,11 +37,12 @@ TORCHTUNE = "https://github.com/pytorch/torchtune"
 MEGATRON = "https://arxiv.org/abs/2104.04473"
 VLLM = "https://docs.vllm.ai/en/v0.8.4/serving/distributed_serving.html"
 UNSLOTH_LENGTHS = "https://docs.unsloth.ai/basics/unsloth-benchmarks"  # the longest rows with transformers and FlashAttention 2
-UNSLOTH_QWEN3 = "https://unsloth.ai/blog/qwen3"
+UNSLOTH_MIXTURES = "https://unsloth.ai/docs/new/faster-moe"  # LoRA of Qwen3-30B-A3B in 16 bits: 63 GB
+SPHERON = "https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/"  # QLoRA of it: 21 GB
 AXOLOTL_LONG = "https://huggingface.co/blog/axolotl-ai-co/long-context-with-sequence-parallelism-in-axolotl"
 SENTENCES = "https://contextqmd.com/libraries/sentence-transformers/versions/5.5.0/pages/skills/train-sentence-transformers/references/hardware_guide"
 LOCAL_70B = "https://localrig.pages.dev/can-i-run/hardware-to-run-a-70b-model-locally/"
-VLLM_AMD = "https://blog.vllm.ai/2024/10/23/vllm-serving-amd.html"
+MI300X_72B = "https://dev.to/manikandan_t_6d72e32ac4e8/72b-parameters-zero-quantization-one-gpu-benchmarking-qwen2-vl-on-amd-mi300x-15mh"
 VLLM_405B = "https://blog.vllm.ai/2024/07/23/llama31.html"
 LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/tools/quantize/README.md"
 
@@ -207,7 +208,8 @@ TRAINING = (
         lambda plan: plan.layout.context_parallel > 1, 8, 131072, "lora",
     ),
     Question("QLoRA of 32B does not fit a 24 GB card", UNSLOTH, "32B", "rtx-4090", None, 8, 1024, "qlora"),
-    Question("QLoRA of a mixture of 30B fits a 24 GB card", UNSLOTH_QWEN3, "30B-A3B", "rtx-4090", is_alone, 8, 1024, "qlora"),
+    Question("QLoRA of a mixture of 30B fits a 24 GB card", SPHERON, "30B-A3B", "rtx-4090", is_alone, 8, 1024, "qlora"),
+    Question("LoRA of a mixture of 30B fits one H100", UNSLOTH_MIXTURES, "30B-A3B", "h100", is_alone, 16, adapter="lora"),
     Question("a mixture of 30B on 64 H100 shards states alone", PLAYBOOK, "30B-A3B", "8x8xh100@ib-ndr",
              lambda plan: plan.layout.pipeline_parallel == plan.layout.tensor_parallel == 1 < shares_states(plan), 256, 4096),
     Question("8B with fp32 states fits one B200", ZERO_PAPER, "8B", "b200", is_bare, batch=8, length=4096),
@@ -301,7 +303,7 @@ SERVING = (
     Served("405B in bf16 fits 8 B200 and is tensor parallel", VLLM_405B, "405B", "8xb200",
            lambda plan: degrees(plan) == (8, 1, 1)),
     Served("405B in bf16 does not fit 4 GB200", VLLM_405B, "405B", "4xgb200", None),
-    Served("70B in bf16 fits one MI300X", VLLM_AMD, "70B", "mi300x", lambda plan: degrees(plan) == (1, 1, 1)),
+    Served("70B in bf16 fits one MI300X", MI300X_72B, "70B", "mi300x", lambda plan: degrees(plan) == (1, 1, 1)),
     Served("8B in bf16 does not fit a T4", LLAMA_CPP, "8B", "t4", None),
 )  # fmt: skip
 
