@@ -42,7 +42,9 @@ SPHERON = "https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-
 AXOLOTL_LONG = "https://huggingface.co/blog/axolotl-ai-co/long-context-with-sequence-parallelism-in-axolotl"
 SENTENCES = "https://contextqmd.com/libraries/sentence-transformers/versions/5.5.0/pages/skills/train-sentence-transformers/references/hardware_guide"
 LOCAL_70B = "https://localrig.pages.dev/can-i-run/hardware-to-run-a-70b-model-locally/"
-MI300X_72B = "https://dev.to/manikandan_t_6d72e32ac4e8/72b-parameters-zero-quantization-one-gpu-benchmarking-qwen2-vl-on-amd-mi300x-15mh"
+MI300X_72B = (
+    "https://dev.to/manikandan_t_6d72e32ac4e8/72b-parameters-zero-quantization-one-gpu-benchmarking-qwen2-vl-on-amd-mi300x-15mh"
+)
 VLLM_405B = "https://blog.vllm.ai/2024/07/23/llama31.html"
 LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/tools/quantize/README.md"
 

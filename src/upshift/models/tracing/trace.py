@@ -257,8 +257,7 @@ def trace_model(
             partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)
         ]
         description = _description(tracer)
-        has_compiled = any(variant.compiled for variant in variants)
-        runs, traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)
+        runs, traces = _run_tasks(model_tasks, steps, store, progress, compiled=any(variant.compiled for variant in variants))
         description["heads"] = heads_in_cache(description["heads"], runs.cache)
     except RequestError:
         raise
