@@ -1,4 +1,4 @@
-"""Sixty-six questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
+"""Ninety-one questions that a practitioner answers at once: the plan gives the answer that published guides and runs give.
 
 The models are made from their sizes (made_sizes.py, made_generators.py) and the hosts are described, so nothing is traced. A
 question names who publishes its answer.
@@ -36,6 +36,15 @@ UNSLOTH = "https://unsloth.ai/docs/get-started/fine-tuning-for-beginners/unsloth
 TORCHTUNE = "https://github.com/pytorch/torchtune"
 MEGATRON = "https://arxiv.org/abs/2104.04473"
 VLLM = "https://docs.vllm.ai/en/v0.8.4/serving/distributed_serving.html"
+UNSLOTH_LENGTHS = "https://docs.unsloth.ai/basics/unsloth-benchmarks"  # the longest rows with transformers and FlashAttention 2
+UNSLOTH_MIXTURES = "https://unsloth.ai/docs/new/faster-moe"  # LoRA of Qwen3-30B-A3B in 16 bits: 63 GB
+SPHERON = "https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/"  # QLoRA of it: 21 GB
+AXOLOTL_LONG = "https://huggingface.co/blog/axolotl-ai-co/long-context-with-sequence-parallelism-in-axolotl"
+SENTENCES = "https://contextqmd.com/libraries/sentence-transformers/versions/5.5.0/pages/skills/train-sentence-transformers/references/hardware_guide"
+LOCAL_70B = "https://localrig.pages.dev/can-i-run/hardware-to-run-a-70b-model-locally/"
+MI300X_72B = (
+    "https://dev.to/manikandan_t_6d72e32ac4e8/72b-parameters-zero-quantization-one-gpu-benchmarking-qwen2-vl-on-amd-mi300x-15mh"
+)
 VLLM_405B = "https://blog.vllm.ai/2024/07/23/llama31.html"
 LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/tools/quantize/README.md"
 
@@ -52,6 +61,8 @@ SIZES = {
     "13B": Size(5120, 13824, 40, 40, 40, 32000),
     "70B": Size(8192, 28672, 80, 64, 8),
     "405B": Size(16384, 53248, 126, 128, 8),
+    "335M": Size(1024, 4096, 24, 16, 16, 30522),
+    "30B-A3B": Size(2048, 768, 48, 32, 4, 151936, experts=128, per_token=8),
     "8x7B": Size(4096, 14336, 32, 32, 8, 32000, experts=8, per_token=2),
 }
 LLAMA_70B = made_generator(
@@ -188,6 +199,35 @@ TRAINING = (
         lambda plan: plan.layout.pipeline_parallel == 1 and plan.layout.shard_size * plan.layout.expert_parallel >= 8,
         batch=256, length=4096,
     ),
+    Question("QLoRA of 8B with 5,789 tokens fits a 24 GB card", UNSLOTH_LENGTHS, "8B", "rtx-4090", is_alone, 1, 5789, "qlora"),
+    Question("QLoRA of 8B with 15,502 tokens fits a 48 GB card", UNSLOTH_LENGTHS, "8B", "a40", is_alone, 1, 15502, "qlora"),
+    Question("QLoRA of 8B with 28,454 tokens fits 80 GB", UNSLOTH_LENGTHS, "8B", "a100-80gb", is_alone, 1, 28454, "qlora"),
+    Question("QLoRA of 70B with 6,916 tokens fits 80 GB", UNSLOTH_LENGTHS, "70B", "a100-80gb", is_alone, 1, 6916, "qlora"),
+    Question("QLoRA of 70B does not fit a 48 GB card", UNSLOTH_LENGTHS, "70B", "a40", None, 1, 2048, "qlora"),
+    Question("LoRA of 8B with 128k tokens does not fit one H100", UNSLOTH_LENGTHS, "8B", "h100", None, 1, 131072, "lora"),
+    Question(
+        "LoRA of 8B with 128k tokens on a node divides the sequences", AXOLOTL_LONG, "8B", "8xh100",
+        lambda plan: plan.layout.context_parallel > 1, 8, 131072, "lora",
+    ),
+    Question("QLoRA of 32B does not fit a 24 GB card", UNSLOTH, "32B", "rtx-4090", None, 8, 1024, "qlora"),
+    Question("QLoRA of a mixture of 30B fits a 24 GB card", SPHERON, "30B-A3B", "rtx-4090", is_alone, 8, 1024, "qlora"),
+    Question("LoRA of a mixture of 30B fits one H100", UNSLOTH_MIXTURES, "30B-A3B", "h100", is_alone, 16, adapter="lora"),
+    Question("a mixture of 30B on 64 H100 shards states alone", PLAYBOOK, "30B-A3B", "8x8xh100@ib-ndr",
+             lambda plan: plan.layout.pipeline_parallel == plan.layout.tensor_parallel == 1 < shares_states(plan), 256, 4096),
+    Question("8B with fp32 states fits one B200", ZERO_PAPER, "8B", "b200", is_bare, batch=8, length=4096),
+    Question("14B with fp32 states is too large for one MI300X", ZERO_PAPER, "14B", "mi300x", None, batch=8, length=4096),
+    Question(
+        "70B with fp32 states fits 8 B200, divided by 8", ZERO_PAPER, "70B", "8xb200",
+        lambda plan: shares_states(plan) == 8 and plan.activation_checkpointing > 0, length=4096,
+    ),
+    Question("QLoRA of 7B on a T4 computes in fp16", UNSLOTH, "7B", "t4",
+             lambda plan: is_alone(plan) and plan.precision == "fp16", 8, 512, "qlora"),
+    Question("an embedding model on a node is data parallel", SENTENCES, "335M", "8xh100", is_plain, 4096, 128),
+    Question("an embedding model trains on one card without recomputation", SENTENCES, "335M", "rtx-4090", is_bare, 256, 128),
+    Question(
+        "LoRA of 32B on two H100 divides the frozen weights", TORCHTUNE, "32B", "2xh100", lambda plan: shares_states(plan) == 2,
+        batch=8, adapter="lora",
+    ),
 )  # fmt: skip
 
 
@@ -258,6 +298,15 @@ SERVING = (
     Served("8B in bf16 does not fit a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", None),
     Served("8B in 4 bits fits a laptop of 8 GB", LLAMA_CPP, "8B", "rtx-4060-laptop", lambda plan: plan.weights == "int4", (),
            ("int4-weights",)),
+    Served("8x7B in 4 bits does not fit a 24 GB card", LLAMA_CPP, "8x7B", "rtx-4090", None, ONE, ("int4-weights",)),
+    Served("70B in 4 bits does not fit a 24 GB card", LOCAL_70B, "70B", "rtx-4090", None, ONE, ("int4-weights",)),
+    Served("70B in 4 bits fits two 24 GB cards", LOCAL_70B, "70B", "2xrtx-4090",
+           lambda plan: plan.weights == "int4" and degrees(plan) in ((2, 1, 1), (1, 2, 1)), ONE, ("int4-weights",)),
+    Served("405B in bf16 fits 8 B200 and is tensor parallel", VLLM_405B, "405B", "8xb200",
+           lambda plan: degrees(plan) == (8, 1, 1)),
+    Served("405B in bf16 does not fit 4 GB200", VLLM_405B, "405B", "4xgb200", None),
+    Served("70B in bf16 fits one MI300X", MI300X_72B, "70B", "mi300x", lambda plan: degrees(plan) == (1, 1, 1)),
+    Served("8B in bf16 does not fit a T4", LLAMA_CPP, "8B", "t4", None),
 )  # fmt: skip
 
 
@@ -270,3 +319,11 @@ def test_serving(question: Served) -> None:
         assert not candidates, f"{question.source}: {labels}"
     else:
         assert candidates and question.answer(candidates[0].plan), f"{question.source}: {labels}"
+
+
+def test_an_unknown_rate_is_not_guessed() -> None:
+    """A Mac generates with 4-bit weights in practice. No source publishes its rate, so the plan says what it needs to know."""
+    workload = InferenceWorkload(prompt_length=512, output_length=256, allow=("int4-weights",), concurrency=1)
+    ranking = rank_plans(describe("m2-max-64gb"), SERVED["8B"], workload, fixed={})
+    assert not ranking.candidates
+    assert all("rate" in entry.reason and "Host JSON file" in entry.reason for entry in ranking.rejected)

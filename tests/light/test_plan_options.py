@@ -11,6 +11,8 @@ from upshift.cli.options import LAYOUT_FLAGS
 from upshift.cli.plan import questions
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
+from upshift.hardware.catalog.cpus import CPUS
+from upshift.hardware.catalog.lookup import GPUS
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.planning.workload import Workload
@@ -104,3 +106,12 @@ def test_largest_offloads_frozen_weights_where_nothing_else_fits(monkeypatch: py
         with pytest.raises(NothingFits):
             largest(on, other, fixed)
         assert asked == [fixed]
+
+
+@pytest.mark.parametrize("arguments", [["--on", "list"], ["--on= LIST "], [MODEL, "--on=list"], ["--on=list", "--generate"]])
+def test_the_list_of_hardware_needs_no_model(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    app(["plan", *arguments], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*GPUS, *CPUS]
+    for line in lines:
+        assert describe(line.split()[0]).name == line.split()[0]

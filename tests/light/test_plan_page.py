@@ -225,3 +225,14 @@ def test_what_cannot_be_written_is_a_request_error(planning: Planning, page: str
     write_plan_page(tmp_path / "new" / "page.html", planning, model=HOSTILE)
     written = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert written == page, "the page is not the same every time"
+
+
+def test_the_page_shows_the_fastest_rejected_plan_of_each_reason() -> None:
+    planning = made_up_planning()
+    lessons = planning.lessons
+    found = Elements(plan_page_html(planning, model="some/model"))
+    assert len(lessons) > 1 and "rejected" in [attributes.get("id") for tag, attributes in found.elements if tag == "section"]
+    shown = " ".join(found.words.split())
+    for lesson in lessons[:12]:
+        assert lesson.plan.label() in shown and " ".join(lesson.reason.split()) in shown
+        assert lesson.speed is None or f"{lesson.speed - 1:+.1%}" in shown

@@ -47,7 +47,7 @@ def split_names(text: str, option: str = "--allow") -> tuple[str, ...]:
 
 def option(
     *names: str, text: str, panel: Panel, metavar: str | None = None, default: str | None = None, choices: Sequence[str] = (),
-    least: float | None = None, most: float | None = None, check: Callable[[Any], Any] | None = None,
+    least: float | None = None, most: float | None = None, check: Callable[[Any], Any] | None = None, is_eager: bool = False,
 ) -> Any:  # fmt: skip
     """Return an option of a command.
 
@@ -59,14 +59,14 @@ def option(
         default: the default as the help page shows it, if the function's default does not say it.
         choices: all values that it takes. A shell completes them.
         least, most: the bounds of a number, both inclusive.
-        check: returns the value, or raises RequestError for a wrong one.
+        check: returns the value, or raises RequestError. With ``is_eager`` it runs before a missing argument is an error.
     """
     if choices:
         text = f"{text}: {', '.join(choices)}."
         check = partial(_check_choice, names[0], tuple(choices))
     return typer.Option(
         *names, help=text, rich_help_panel=panel.value, metavar=metavar, min=least, max=most, callback=_callback(check),
-        show_default=default or True, autocompletion=(lambda: list(choices)) if choices else None,
+        show_default=default or True, autocompletion=(lambda: list(choices)) if choices else None, is_eager=is_eager,
     )  # fmt: skip
 
 

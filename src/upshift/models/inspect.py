@@ -48,7 +48,7 @@ def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False), Variant("fp32", "eager", False))
-    profile = profile_model(source, sequence_length=sequence_length, variants=variants)
+    profile = profile_model(source, sequence_length=sequence_length, variants=variants, chunked=False)
     kv_bytes = profile.kv_elements.at(1, sequence_length) * BF16_BYTES if profile.kv_elements else None
     return Inspection(
         architecture=profile.architecture,

@@ -341,6 +341,15 @@ class Declares(Value):
     can_generate: bool = False
 
 
+class ModelRuns(Value):
+    """Describe what runs of the whole model give: its FLOPs, and the sizes of its cache. No variant of the step changes them."""
+
+    forward_flops: Polynomial
+    backward_flops: Polynomial
+    kv_elements: Polynomial | None
+    cache: tuple[CachedLayers, ...]
+
+
 class ModelProfile(Value):
     """The facts about a model that planning needs."""
 

@@ -19,12 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from upshift.atomic_file import write_whole
 from upshift.errors import MissingExtra, RequestError
 from upshift.importing import importing
-from upshift.models.profile import Images, Isolation, Segment
+from upshift.models.profile import Images, Isolation, ModelRuns, Segment
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
 
 FORMAT = "25"  # raise when the meaning of a stored profile changes
+MODEL_RUNS = "model runs"  # no segments have this name
 ISOLATION_FORMAT = "6"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def load_or_compute(
 
 
 class SegmentStore:
-    """Store the traced segments of one model at one length, so that a profile of more variants traces only the new ones."""
+    """Store what was traced of one model at one length, so that a profile of more variants traces only the new ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,6 +145,17 @@ class SegmentStore:
 
     def put(self, name: str, segments: dict[str, list[Segment]]) -> None:
         _write(self._path(name), self._adapter.dump_json(segments))
+
+    def get_runs(self) -> ModelRuns | None:
+        path = self._path(MODEL_RUNS)
+        try:
+            return ModelRuns.from_file(path)
+        except RequestError:  # usually there is none; or it was cut short
+            _delete(path)
+            return None
+
+    def put_runs(self, runs: ModelRuns) -> None:
+        _write(self._path(MODEL_RUNS), runs.to_json().encode())
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{_hash(name)}.json"

@@ -24,7 +24,7 @@ from upshift.planning.analysis.rejections import Lesson, RejectedPlan, lessons_o
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
-from upshift.planning.program import OWN, check_program
+from upshift.planning.program import OWN, check_program, read_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
@@ -369,24 +369,37 @@ def plan(
     allow: tuple[str, ...] = (),
     fixed: tuple[str, ...] = (),
     total_steps: int = 1000,
+    max_grad_norm: float = 1.0,
+    images: int | None = None,
+    risk: float | None = None,
+    program: str | None = None,
     **adapter: Unpack[AdapterKeywords],
 ) -> Planning:
     """Return ranked training plans for a model on a host.
 
     Args:
         on: a described host such as "1xh100"; None: this machine.
+        max_grad_norm: 0 means that gradients are not clipped, so that a plan may update weights in the backward pass.
+        images: in each row; None: 1 if the model is no language model by itself, such as LLaVA, and else 0.
+        risk: the accepted probability of running out of memory; None: 5 % of the memory stays free.
+        program: that trains, such as "torchtitan"; None: Upshift, or transformers' Trainer for rows with images.
         adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
             lora_rslora, lora_dora, load_in_4bit.
     """
+    if not max_grad_norm >= 0:
+        raise RequestError(f"max_grad_norm={max_grad_norm} is no length to clip gradients to; use 0 (no clipping) or more")
     workload = Workload.from_fields(
         {
             "sequence_length": sequence_length,
             "global_batch": global_batch,
             "allow": check_allow(allow),
             "total_steps": total_steps,
+            "clips_gradients": max_grad_norm > 0,
+            "risk": risk,
         }
     )
-    source = find_source(model, AdapterOptions.from_fields(dict(adapter)))
+    source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images)
+    workload = workload.changed(program=read_program(program, has_images=source.images_per_row > 0))
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
@@ -400,6 +413,8 @@ def find_source(
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
     number = int(_needs_images(source)) if images is None else images
+    if number < 0:
+        raise RequestError(f"images={number} is no number of images in a row; use 0 or more")
     source = source.changed(images_per_row=number) if number else source
     if adapter.names_modules:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster

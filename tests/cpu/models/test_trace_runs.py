@@ -106,3 +106,34 @@ def test_results_without_torchs_calls_are_those_of_torch(monkeypatch: pytest.Mon
     by_torch = len(operators)
     describe_results(torchs_class())
     assert 0 <= by_torch < 0.6 * (len(operators) - by_torch)
+
+
+def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.untyped_storage().nbytes()
+
+
+def loop_over_parts(rows: int, columns: int) -> list[tuple[Any, ...]]:
+    """Return what the results of operators on parts of tensors are, in a fake mode. Parts differ in their place alone."""
+    matrix = torch.zeros(rows, columns)
+    described = []
+    for number, part in enumerate(matrix.split(3)):
+        copied = part.t().contiguous()
+        product = part @ part.t()
+        products = torch.ops.aten._unsafe_view.default(product, [*product.shape, 1])
+        part.add_(1.0)
+        part.copy_(torch.ones(part.shape, dtype=torch.bfloat16))
+        result = torch.log_softmax(part[:, number % columns :], dim=1)
+        described += [describe(each) for each in (part, part.t(), copied, product, products, result, part[1:], part.unsqueeze(0))]
+        assert STORAGE.of(products.untyped_storage()) == STORAGE.of(product.untyped_storage())
+        assert STORAGE.of(part.untyped_storage()) == STORAGE.of(matrix.untyped_storage())
+        assert STORAGE.of(result.untyped_storage()) != STORAGE.of(matrix.untyped_storage())
+    return described
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 5), (13, 4), (5, 7)])
+def test_parts_of_a_tensor_have_the_results_that_torch_gives(rows: int, columns: int) -> None:
+    with FAKE_TENSOR_MODE.get()():
+        expected = loop_over_parts(rows, columns)
+    for _ in range(2):  # the second time, all of them come from the cache
+        with fake_mode():
+            assert loop_over_parts(rows, columns) == expected

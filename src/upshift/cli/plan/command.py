@@ -48,6 +48,7 @@ from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
+from upshift.hardware.catalog.lookup import ALL_NAMES, all_products
 from upshift.hardware.spec import Host
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
@@ -67,11 +68,22 @@ if TYPE_CHECKING:
 
     from upshift.training.data.dataset import WholeDocuments
 
+
+def list_products(host: str) -> str:
+    """Return the described host. For the word ``list``, print all products and end the command."""
+    if host.strip().lower() != ALL_NAMES:
+        return host
+    for product in all_products():
+        memory = "" if product.memory_gib is None else f"{product.memory_gib:.0f} GiB"
+        sys.stdout.write(f"{product.key:<24} {memory:>8}  {product.name}\n")
+    raise typer.Exit
+
+
 On = Annotated[
     str | None,
     option(
         "--on", text="Plan for a described machine, such as 8xh100 or 8x8xh100@ib-ndr.", panel=Panel.PLAN, metavar="HOST",
-        default="this machine",
+        default="this machine", check=list_products, is_eager=True,
     ),
 ]  # fmt: skip
 Data = Annotated[

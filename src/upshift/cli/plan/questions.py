@@ -195,6 +195,10 @@ class Request:
         needs_disk = self.on is None and fixes_weight_offload(self.fixed)
         return with_disk_rate(host, self.source) if needs_disk else host
 
+    def unmeasured_host(self) -> Host:
+        """Return the host with the rates of the tables alone."""
+        return find_host(self.on, probe=False)
+
     def print(self, document: dict[str, Any], table: Callable[[], None]) -> None:
         if self.as_json:
             sys.stdout.write(json.dumps(document) + "\n")
@@ -388,7 +392,7 @@ def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
 def _answer_check(request: Request, path: Path) -> None:
     locked = read_lock(path)
     lock = locked.lock
-    host = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
+    host = request.unmeasured_host() if request.on is not None or not lock.described else None
     check_identity(locked, request.source, host)
     check = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
     request.print({"check": check.model_dump(mode="json")}, lambda: _print_check(check, locked.plans[0].plan.label()))

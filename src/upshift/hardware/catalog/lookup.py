@@ -365,14 +365,19 @@ def _keys_of(matches: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(ALIASES.get(match, match) for match in matches if match not in AMBIGUOUS))
 
 
+def all_products() -> list[Product]:
+    """Return every product, accelerators first, in the order of the tables."""
+    products = []
+    for key, facts in GPUS.items():
+        memory_gib = facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None
+        products.append(Product(key, facts.gpu.name, memory_gib))
+    return products + [Product(key, cpu_facts.cpu.model_name or "", None) for key, cpu_facts in CPUS.items()]
+
+
 @cache
 def _named_products() -> dict[str, Product]:
     """Return the products and families of products, by every name that they have."""
-    products = {}
-    for key, facts in GPUS.items():
-        memory_gib = facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None
-        products[key] = Product(key, facts.gpu.name, memory_gib)
-    products |= {key: Product(key, cpu_facts.cpu.model_name or "", None) for key, cpu_facts in CPUS.items()}
+    products = {product.key: product for product in all_products()}
     products |= {alias: products[key] for alias, key in ALIASES.items()}
     return products | {family: Product(family, "", None) for family in AMBIGUOUS}
 

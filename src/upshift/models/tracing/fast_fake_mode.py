@@ -18,6 +18,8 @@ from upshift.errors import MissingInternal
 from upshift.internals.torch_names import FAKE_CACHE_ENTRY, FAKE_CACHE_KEY, FAKE_TENSOR, FAKE_TENSOR_MODE, MAKE_SUBCLASS
 
 MARK = "upshift"  # the first part of our keys in torch's cache
+# torch keeps no results of _unsafe_view, which each linear layer runs. On fake tensors it is a view: autograd saw it before.
+SAME_RESULT = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 MISSING = object()  # in place of results that torch must make
 PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -91,6 +93,7 @@ def _make_class(base: Any, fake_tensor: Any, key_class: Any) -> Any:
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            function = SAME_RESULT.get(function, function)
             key = _fast_key(self, function, args, kwargs)
             if key is not None:
                 results = self._results.make(self, base.cache.get(key_class(key)), args)
@@ -108,13 +111,17 @@ def _make_class(base: Any, fake_tensor: Any, key_class: Any) -> Any:
 def _fast_key(mode: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """Return what decides an operator's results, or None if an argument is of another kind."""
     parts = [MARK, function, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if mode.shape_env is None and _describe(parts, args, mode) and _describe(parts, kwargs.items(), mode):
+    is_view = function.is_view
+    if mode.shape_env is None and all(_describe(parts, values, mode, is_view=is_view) for values in (args, kwargs.items())):
         return tuple(parts)
     return None
 
 
-def _describe(parts: list[Any], values: Iterable[Any], mode: Any) -> bool:
-    """Append what decides an operator's result to ``parts``. Return whether all values are of a common kind."""
+def _describe(parts: list[Any], values: Iterable[Any], mode: Any, *, is_view: bool) -> bool:
+    """Append what decides an operator's result to ``parts``. Return whether all values are of a common kind.
+
+    The place of a tensor in its storage decides only the results that share the storage (``is_view``). Loops over the parts of a
+    tensor find the other results in the cache."""
     for value in values:
         kind = type(value)
         parts.append(kind)  # 1, 1.0 and True are equal
@@ -122,12 +129,13 @@ def _describe(parts: list[Any], values: Iterable[Any], mode: Any) -> bool:
             parts.append(value)
         elif kind in (list, tuple):
             parts.append(len(value))
-            if not _describe(parts, value, mode):
+            if not _describe(parts, value, mode, is_view=is_view):
                 return False
         elif isinstance(value, torch.Tensor) and _is_common(value, mode):
             fake: Any = value
-            storage = (fake.storage_offset(), fake.untyped_storage().nbytes())
-            parts += (fake.shape, fake.stride(), fake.dtype, fake.fake_device, storage, fake.requires_grad)
+            parts += (fake.shape, fake.stride(), fake.dtype, fake.fake_device, fake.requires_grad)
+            if is_view:
+                parts += (fake.storage_offset(), fake.untyped_storage().nbytes())
         else:
             return False
     return True

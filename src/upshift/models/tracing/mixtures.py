@@ -35,15 +35,8 @@ OUTSIDE = "beside"
 TOLERANCE = 1e-6  # how close to a whole number a count must be, as a share of the experts
 
 
-def count_experts(
-    full_model: PreTrainedModel, cut_model: PreTrainedModel, inputs: Callable[[], dict[str, Any]]
-) -> Experts | None:
-    """Return the experts of ``full_model``, or None if it has none.
-
-    ``cut_model`` has one layer of each kind and runs on ``inputs``."""
-    per_token = experts_per_token(cut_model, inputs)
-    if not per_token:
-        return None
+def sum_experts(full_model: nn.Module, cut_model: nn.Module, per_token: dict[str, int]) -> Experts:
+    """Return the experts of ``full_model``. ``cut_model`` has one layer of each kind; ``per_token`` is of its modules."""
     kinds = {type(cut_model.get_submodule(path)) for path in per_token}
     weights = [weight for module in full_model.modules() if type(module) in kinds for weight in expert_matrices(module)]
     first = next(iter(per_token))

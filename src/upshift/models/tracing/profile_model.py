@@ -30,10 +30,13 @@ def profile_model(
     sequence_length: int,
     variants: tuple[Variant, ...],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    chunked: bool = True,
 ) -> ModelProfile:
-    """Return the profile from the cache, or trace it now (seconds, imports torch) and store it."""
+    """Return the profile from the cache, or trace it now (seconds, imports torch) and store it.
+
+    ``chunked``: also trace the loss in chunks, which takes a third of the time. Plans need it."""
     versions = versions_of(source)
-    identity = (source.model_hash, versions, sequence_length, sorted(variants))
+    identity = (source.model_hash, versions, sequence_length, sorted(variants), *(() if chunked else ("no chunks",)))
 
     def trace() -> ModelProfile:
         with importing():
@@ -48,6 +51,7 @@ def profile_model(
             variants=variants,
             store=store,
             progress=progress,
+            chunked=chunked,
         )
 
     def is_final(profile: ModelProfile) -> bool:

@@ -58,6 +58,7 @@ class Tracer:
         check_depth(self.config, source.reference)
         self.stacks: list[LayerStack] = []
         self._models: dict[tuple[torch.dtype, int], nn.Module] = {}
+        self._whole_models: dict[torch.dtype, nn.Module] = {}
 
     def _choose_class(self) -> tuple[type[PreTrainedModel], Objective]:
         if self.source.images_per_row:
@@ -87,8 +88,7 @@ class Tracer:
         """Return the model with every layer, its adapter and its frozen parameters, on the meta device.
 
         peft does not work on fake tensors."""
-        if self.source.adapter is not None and self.source.base_dtype == "bfloat16":
-            dtype = torch.bfloat16
+        dtype = self._dtype_of_weights(dtype)
         config = self.source.hf_config
         if hasattr(config, "use_cache"):
             config.use_cache = False
@@ -100,6 +100,17 @@ class Tracer:
             if self.objective == "sequence-classification":
                 name_padding(model.config)
             return complete_model(model, adapter_beside_images(self.source, model) if self.source.images_per_row else self.source)
+
+    def whole_model(self, dtype: torch.dtype) -> nn.Module:
+        """Return the full model of this dtype, which is built once. It is there to be counted: do not change it."""
+        dtype = self._dtype_of_weights(dtype)
+        if dtype not in self._whole_models:
+            self._whole_models[dtype] = self.full_model(dtype)
+        return self._whole_models[dtype]
+
+    def _dtype_of_weights(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the weights are stored for a step that asks for ``dtype``."""
+        return torch.bfloat16 if self.source.adapter is not None and self.source.base_dtype == "bfloat16" else dtype
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:
         """Return the cut model in ``dtype``, on fake CPU tensors. It is built once.

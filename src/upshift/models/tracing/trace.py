@@ -42,6 +42,7 @@ from upshift.models.profile import (
     Images,
     Isolation,
     ModelProfile,
+    ModelRuns,
     Parameters,
     Polynomial,
     Segment,
@@ -69,7 +70,7 @@ from upshift.models.tracing.fit_polynomials import (
 )
 from upshift.models.tracing.fork_map import run_forked
 from upshift.models.tracing.images import measure_images
-from upshift.models.tracing.mixtures import count_experts
+from upshift.models.tracing.mixtures import experts_per_token, sum_experts
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.polynomials import fit_segment, fit_single
 from upshift.models.tracing.segments import Tracer, fake_masks, segment_borders
@@ -230,11 +231,12 @@ def trace_model(
     variants: tuple[Variant, ...],
     store: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    chunked: bool = True,
 ) -> ModelProfile:
     """Measure every variant of the step, and return the model's profile.
 
-    Raise RequestError if the model has fewer than ``sequence_length`` positions. Raise RequestError, with the name of the
-    module, if the model cannot be traced."""
+    ``chunked``: also trace the loss in chunks. Raise RequestError if the model has fewer than ``sequence_length`` positions.
+    Raise RequestError, with the name of the module, if the model cannot be traced."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     if variants:
@@ -249,13 +251,14 @@ def trace_model(
         division = _tensor_parallel_or_reason(tracer, variants, points[0])
         if isinstance(division, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
-        steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        model_runs: tuple[Callable[..., Any], ...] = (model_flops, _kv_elements, _cached_layers)
-        model_tasks: list[Callable[[], Any]] = [partial(run, tracer, points) for run in model_runs]
+        chunking = chunked and reason is None
+        steps = step_tasks(tracer, variants, sequence_length, chunking=chunking)
+        model_tasks: list[Callable[[], Any]] = [
+            partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)
+        ]
         description = _description(tracer)
-        has_compiled = any(variant.compiled for variant in variants)
-        (flops, kv, cache), traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)
-        description["heads"] = heads_in_cache(description["heads"], cache)
+        runs, traces = _run_tasks(model_tasks, steps, store, progress, compiled=any(variant.compiled for variant in variants))
+        description["heads"] = heads_in_cache(description["heads"], runs.cache)
     except RequestError:
         raise
     except Exception as error:  # any operator may reject fake tensors; the user needs the module, not the traceback
@@ -268,15 +271,15 @@ def trace_model(
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(Stack(**vars(stack)) for stack in tracer.stacks),
-        steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
+        steps=assemble_steps(tracer, variants, traces, chunking=chunking),
         sequence_range=(points[0][1], sequence_length),
-        kv_elements=kv,
-        cache=cache,
+        kv_elements=runs.kv_elements,
+        cache=runs.cache,
         tensor_parallel=None if isinstance(division, str) else division,
         tensor_parallel_reason=division if isinstance(division, str) else "the model declares which weights ranks share",
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
-        forward_flops=flops[0],
-        backward_flops=flops[1],
+        forward_flops=runs.forward_flops,
+        backward_flops=runs.backward_flops,
         images=_measure_images(tracer),
     )
 
@@ -297,22 +300,27 @@ def _run_tasks(
     progress: Callable[[int, int], None],
     *,
     compiled: bool,
-) -> tuple[list[Any], dict[str, FittedSegments]]:
-    """Run all ``model_tasks`` and those ``steps`` that the store lacks. Return the results of the first, and the traces.
+) -> tuple[ModelRuns, dict[str, FittedSegments]]:
+    """Run the ``model_tasks`` (FLOPs, keys and values, cached layers) and the ``steps``, except for those that the store has.
 
     Steps that cannot be traced are left out of the traces."""
-    if compiled:
-        load_partition()
+    runs = store.get_runs()
     traces = {name: segments for name in steps if (segments := store.get(name)) is not None}
     missing = [name for name in steps if name not in traces]
+    if compiled and missing:
+        load_partition()
     num_stored = len(traces)
-    tasks = [*(steps[name] for name in missing), *model_tasks]  # the longest tasks first
+    tasks = [*(steps[name] for name in missing), *(model_tasks if runs is None else ())]  # the longest tasks first
     results = run_forked(tasks, progress=lambda done: progress(num_stored + done, num_stored + len(tasks)))
     for name, traced in zip(missing, results, strict=False):
         if traced is not None:
             traces[name] = traced
             store.put(name, traced)
-    return results[len(missing) :], traces
+    if runs is None:
+        (forward_flops, backward_flops), kv_elements, cache = results[len(missing) :]
+        runs = ModelRuns(forward_flops=forward_flops, backward_flops=backward_flops, kv_elements=kv_elements, cache=cache)
+        store.put_runs(runs)
+    return runs, traces
 
 
 def _description(tracer: Tracer) -> dict[str, Any]:
@@ -335,12 +343,11 @@ def _count_experts(tracer: Tracer) -> Experts | None:
     tracer.model(torch.float32).train(False)
     batch, sequence = trace_points(1)[0]
     inputs = partial(tracer.inputs, tracer.base, batch=batch, sequence=sequence, masked=False)
-    # Build it outside of the fake mode, because a class may compute with real numbers in its constructor.
-    full_model = base_of(tracer.full_model(torch.float32))
     with tracer.running(masked=False):
-        experts = count_experts(full_model, tracer.base, inputs)
+        per_token = experts_per_token(tracer.base, inputs)
     tracer.model(torch.float32).train()
-    return experts
+    # The full model is made outside of the fake mode, because a class may compute with real numbers in its constructor.
+    return sum_experts(base_of(tracer.whole_model(torch.float32)), tracer.base, per_token) if per_token else None
 
 
 def choose_variants(
@@ -389,7 +396,7 @@ def _tensor_parallel_or_reason(tracer: Tracer, variants: tuple[Variant, ...], po
     divided_variant = next((variant for variant in variants if variant.divided), None)
     if divided_variant is None and variants:
         return "it was not asked for: one device has nothing to divide"
-    answer = describe_tensor_parallel(base_of(tracer.full_model(torch.float32)))
+    answer = describe_tensor_parallel(base_of(tracer.whole_model(torch.float32)))
     if divided_variant is None:
         return answer
     if isinstance(answer, str) or answer.divisor % DIVIDED_RANKS:
@@ -415,10 +422,10 @@ def _why_not_chunked(tracer: Tracer) -> str | None:
 def _count_parameters(tracer: Tracer) -> Parameters:
     always_fp32 = 0
     if tracer.source.adapter is not None:  # peft keeps the parameters that it adds to bf16 weights in fp32
-        trained = [p for p in tracer.full_model(torch.bfloat16).parameters() if p.requires_grad]
+        trained = [p for p in tracer.whole_model(torch.bfloat16).parameters() if p.requires_grad]
         always_fp32 = sum(p.numel() for p in trained if p.dtype == torch.float32)
     paths = tuple(stack.path for stack in tracer.stacks)
-    return count_parameters(tracer.full_model(torch.float32), paths, always_fp32=always_fp32)
+    return count_parameters(tracer.whole_model(torch.float32), paths, always_fp32=always_fp32)
 
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from upshift.planning.analysis.explain import sample_rejections
 from upshift.planning.cost.pipeline_schedule import Pass, idle_share, peak_in_flight
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
@@ -388,15 +387,16 @@ def rejected_section(planning: Planning) -> list[Block]:
     too_big = {id(candidate.plan) for candidate in ranking.too_big}
     counts = Counter(f"too big, highest in the {candidate.memory.peak_phase} phase" for candidate in ranking.too_big)
     counts += Counter(rejection.reason for rejection in ranking.rejected if id(rejection.plan) not in too_big)
-    examples = sample_rejections(ranking.rejected)
-    examples = examples[:: max(len(examples) // NUM_REJECTED, 1)][:NUM_REJECTED]
     count_rows = [[reason, number(count)] for reason, count in counts.most_common(NUM_REJECTED)]
     return [
         Table("Reasons", [("Reason", "long"), ("Plans", "number")], count_rows),
-        Heading("Some of them"),
+        Heading("The fastest for each reason"),
         Table(
-            "Some rejected plans",
-            [("Plan", "long"), ("Why", "long")],
-            [[rejection.plan.label(), rejection.reason] for rejection in examples],
+            "Rejected plans",
+            [("Plan", "long"), ("Speed, to the best plan", "number"), ("Why", "long")],
+            [
+                [lesson.plan.label(), "" if lesson.speed is None else f"{lesson.speed - 1:+.1%}", lesson.reason]
+                for lesson in planning.lessons[:NUM_REJECTED]
+            ],
         ),
     ]
