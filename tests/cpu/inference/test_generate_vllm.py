@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -127,6 +128,29 @@ def test_what_the_user_fixes_replaces_what_the_setup_says(pretended: Pretended, 
 
 
 @pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("older", r"has vllm 0.0.1, which lacks .*\(EngineArgs.structured_outputs_config\); give .* vllm 0.32.0"),
+        ("newer", r"has vllm 0.0.1, which lacks .*\(SamplingParams.flat_logprobs\); give"),
+        ("no prefix cache", "--engine-set enable_prefix_caching is not an argument of vllm 0.0.1"),
+    ],
+)
+def test_a_version_with_other_names_is_one_line_before_it_starts(
+    pretended: Pretended, upshift: Command, mode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, text: str
+) -> None:
+    (pretended.folder / "start.json").unlink(missing_ok=True)
+    mode.write_text(says)
+    ask = ("generate", pretended.model, "--prompt", "a", "--max-new-tokens", 2, "--engine-python", pretended.python)
+    answer = upshift(*ask, "--engine-set", "enable_prefix_caching=false")
+    assert answer.code == 2 and re.search(text, answer.err) and len(answer.err.strip().splitlines()) == 1, answer.err
+    assert not (pretended.folder / "start.json").exists()
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
+    found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
+    (finding,) = (one for one in found if one["subject"] == "vllm")
+    assert (finding["severity"] == "error") == (says != "no prefix cache")
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"tensor_parallel_size": 3}, "does not divide the 4 heads"),
@@ -177,7 +201,7 @@ def test_the_doctor_says_what_the_environment_has(
     monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
     found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
     (finding,) = (one for one in found if one["subject"] == "vllm")
-    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"]
+    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"] and "tests run 0.32.0" in finding["what"]
     monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(tmp_path / "no"))
     answer = upshift("doctor", "--quick", "--output", tmp_path)
     assert answer.code == 1 and "does not exist" in answer.out

@@ -6,6 +6,7 @@ the others wait for it in a collective is noticed at once."""
 from __future__ import annotations
 
 import subprocess
+import threading
 import weakref
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -54,6 +55,13 @@ class RankGroup:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
+    def wait(self) -> None:
+        """Wait until one of the ranks has ended."""
+        ended = threading.Event()
+        for process in self._processes:
+            threading.Thread(target=_set_after, args=(process, ended), daemon=True).start()
+        ended.wait()
+
     def compute(self, method: str, *arguments: Any) -> Any:
         """Return rank 0's result of a method of the job's object, which all ranks compute together.
 
@@ -90,6 +98,11 @@ class RankGroup:
         size = len(self._processes)
         self.close()
         return EngineEnded(f"rank {rank} of the {size} ranks of the model ended with {ending}; run the command again")
+
+
+def _set_after(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    process.wait()
+    ended.set()
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection]) -> None:

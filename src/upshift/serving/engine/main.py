@@ -53,7 +53,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     request = _read_start()
     if request.replicas > 1:
-        take_share(request.replica, request.replicas, devices=read_arguments(request.engine_arguments).ranks)
+        devices = read_arguments(request.engine_arguments).ranks * request.tensor_parallel
+        take_share(request.replica, request.replicas, devices=devices)
     if request.modules:
         import_modules(request.modules)
         output.write(write_line(SpareReady(resident_bytes=resident_bytes())))
