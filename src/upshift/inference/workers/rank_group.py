@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from upshift import parent_process
-from upshift.errors import EngineEnded
+from upshift.errors import EngineEnded, UpshiftError
 from upshift.inference.registry import Device
 from upshift.inference.workers.dispatcher import Job, Task, read_answer
 from upshift.inference.workers.process_pool import describe_exit
@@ -49,6 +49,7 @@ class RankGroup:
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+        self._has_computed = False
         self._send(job)
 
     @property
@@ -65,7 +66,10 @@ class RankGroup:
     def compute(self, method: str, *arguments: Any) -> Any:
         """Return rank 0's result of a method of the job's object, which all ranks compute together.
 
-        Raise the error of the first rank that fails, or EngineEnded if one has ended. Then all ranks end."""
+        Raise the error of the first rank that fails, or EngineEnded if one has ended, or if it fails after an earlier task. Then
+        all ranks end, because the others may wait for that one."""
+        if not self.close.alive:
+            raise EngineEnded("the ranks of the model have ended; run the command again")
         self._send(Task(method, arguments))
         value = None
         waiting = list(self._connections)
@@ -78,10 +82,13 @@ class RankGroup:
                     result = read_answer(ready.recv())
                 except (EOFError, ConnectionError):
                     raise self._failure(rank) from None
-                except BaseException:  # of any kind: the other ranks may wait for this one
+                except BaseException as error:  # of any kind
                     self.close()
+                    if self._has_computed and isinstance(error, UpshiftError):
+                        raise EngineEnded(f"rank {rank} of the model ended: {error}") from error
                     raise
                 value = result if rank == 0 else value
+        self._has_computed = True
         return value
 
     def _send(self, message: Job | Task) -> None:
