@@ -95,19 +95,28 @@ def test_the_end_of_a_process_is_remembered_unless_it_is_temporary(
 
 
 def race_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quality: Quality = "exact", *, difference: float = 0.0
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quality: Quality = "exact",
+    *,
+    difference: float = 0.0,
+    engine: str | None = None,
+    failure: str | None = None,
 ) -> race_module.Race:
-    """Race two engines that are made up. ``difference``: to the reference, of all engines."""
+    """Race two engines that are made up. ``difference``: to the reference, of all engines. ``failure``: of all but torch."""
 
     def answer(_: object, request: RaceRequest) -> Iterator[Run]:
         for setup in request.setups:
-            yield ANSWERED.changed(setup=setup, largest_difference=difference)
+            if failure is not None and setup.engine != "torch":
+                yield Run(setup=setup, failure=failure)
+            else:
+                yield ANSWERED.changed(setup=setup, largest_difference=difference)
 
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
     monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setattr(race_module, "stream_runs", answer)
     monkeypatch.setenv("UPSHIFT_CACHE", str(folder / "cache"))
-    policy = RacePolicy(quality, Limits(), 1.0)
+    policy = RacePolicy(quality, Limits(), 1.0, engine=engine)
     contest = request_in(folder).contest
     return race_module.race(contest, describe("epyc-7763"), [[1, 2]], policy, forecast=lambda: lambda setup: 1.0)
 
@@ -133,6 +142,13 @@ def test_a_message_names_only_an_engine_that_the_user_named(tmp_path: Path, monk
     with pytest.raises(RequestError, match="^no setup is within --quality exact .*allow less, or delete") as refused:
         race_in(tmp_path, monkeypatch, difference=1.0)
     assert "None" not in str(refused.value)
+
+
+@NEEDS_TORCH
+def test_an_engine_that_fails_is_no_matter_of_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = r"^the model does not run in --engine openvino here \(fp32 RuntimeError: no; .*use another engine, or delete"
+    with pytest.raises(RequestError, match=text):
+        race_in(tmp_path, monkeypatch, 0.9, engine="openvino", failure="RuntimeError: no")
 
 
 VECTORS = st.lists(st.lists(st.sampled_from([0.0, 1e-9, -1.0, 3.0]), min_size=3, max_size=3), min_size=1, max_size=5)

@@ -389,6 +389,6 @@ def test_two_stages_are_refused_by_vllm_in_one_line(real: tuple[str, upshift.Gen
     """vLLM 0.32.0 has no pipelines on CPUs. docs/many_hosts.md says so; a version that has them fails here."""
     model, _ = real
     stages = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"pipeline_parallel_size": 2})
-    with pytest.raises(RequestError, match="no setup of --engine vllm is within .*KeyError") as refused:
+    with pytest.raises(RequestError, match="does not run in --engine vllm here .*KeyError") as refused:
         stages.generate(PROMPTS, max_new_tokens=NEW)
     assert "\n" not in str(refused.value)
