@@ -25,7 +25,7 @@ ARGUMENTS = [
 VERSIONS = {
     "python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0", "quantizations": ["fp8", "gptq"], "arguments": ARGUMENTS, "lacks": [],
 }  # fmt: skip
-MODES = {  # what an environment says of itself, by mode
+MODES: dict[str, dict[str, Any]] = {  # what an environment says of itself, by mode
     "no vllm": {"vllm": None},
     "no prefix cache": {"arguments": [name for name in ARGUMENTS if name != "enable_prefix_caching"]},
     "older": {"arguments": [name for name in ARGUMENTS if name != "structured_outputs_config"]},

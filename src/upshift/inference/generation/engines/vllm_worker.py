@@ -93,7 +93,7 @@ def read_names(package: Path, file: str, name: str) -> "set[str]":
         tree = ast.parse((package / file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return set()
-    names = set()
+    names: set[str] = set()
     for node in (part for found in tree.body if isinstance(found, ast.ClassDef) and found.name == name for part in found.body):
         if isinstance(node, ast.FunctionDef):
             parameters = (*node.args.args, *node.args.kwonlyargs)
