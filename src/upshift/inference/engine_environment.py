@@ -29,9 +29,10 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # vLLM's na
 EXAMPLE = "such as that of an environment from upshift engines install vllm"
 # The engine arguments that Upshift gives to vLLM, beside those that the user fixes.
 PASSED = (
-    "model", "dtype", "quantization", "max_num_seqs", "max_model_len", "skip_tokenizer_init", "disable_log_stats", "max_logprobs",
-    "logprobs_mode", "enforce_eager", "structured_outputs_config", "enable_lora", "max_loras", "max_lora_rank",
-)  # fmt: skip
+    *("model", "dtype", "quantization", "enforce_eager", "skip_tokenizer_init", "disable_log_stats"),
+    *("max_num_seqs", "max_model_len", "max_logprobs", "logprobs_mode", "structured_outputs_config"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
+)
 
 
 class EngineArguments(Value):

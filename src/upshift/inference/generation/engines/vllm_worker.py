@@ -50,18 +50,18 @@ ENGINE_ARGUMENTS = ("engine/arg_utils.py", "EngineArgs")  # the file and the cla
 # What this script uses of vLLM: the fields and methods of a class, and the parameters of its methods.
 USED = {
     ("v1/engine/llm_engine.py", "LLMEngine"): (
-        "from_engine_args", "has_unfinished_requests", "step", "add_lora", "reset_prefix_cache", "add_request.lora_request",
-        "abort_request.internal",
+        *("from_engine_args", "has_unfinished_requests", "step", "add_lora", "reset_prefix_cache"),
+        *("add_request.lora_request", "abort_request.internal"),
     ),
     ("sampling_params.py", "SamplingParams"): (
-        "output_kind", "detokenize", "logprobs", "flat_logprobs", "prompt_logprobs", "structured_outputs", "logit_bias",
-        "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "frequency_penalty",
-        "presence_penalty", "temperature", "top_k", "top_p", "min_p", "seed",
+        *("output_kind", "detokenize", "logprobs", "flat_logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
+        *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "temperature", "top_k", "top_p", "min_p"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     ),
     ("sampling_params.py", "RequestOutputKind"): ("DELTA",),
     ("sampling_params.py", "StructuredOutputsParams"): ("json", "regex", "choice", "grammar"),
     ("lora/request.py", "LoRARequest"): ("lora_name", "lora_int_id", "lora_path"),
-}  # fmt: skip
+}
 
 
 def describe() -> dict[str, Any]:
