@@ -22,6 +22,7 @@ from upshift.settings import environment_for_local_rank
 
 RANK = "upshift.inference.workers.rank_process"
 ENDING_SECONDS = 5.0  # between the end of a process's connection and that of the process
+NOTICE_SECONDS = 0.5  # between the error of a rank and the end of the rank that it exchanged with
 
 
 class RankGroup:
@@ -83,6 +84,9 @@ class RankGroup:
                 except (EOFError, ConnectionError):
                     raise self._failure(rank) from None
                 except BaseException as error:  # of any kind
+                    ended = self._find_ended(waiting)
+                    if ended is not None:  # which is why this rank failed in a collective
+                        raise self._failure(ended) from None
                     self.close()
                     if self._has_computed and isinstance(error, UpshiftError):
                         raise EngineEnded(f"rank {rank} of the model ended: {error}") from error
@@ -95,6 +99,16 @@ class RankGroup:
         for connection in self._connections:
             with suppress(ConnectionError):  # the rank has ended, which is read from its connection
                 connection.send(message)
+
+    def _find_ended(self, connections: list[Connection]) -> int | None:
+        """Return the first rank of these connections that has ended, or that ends within NOTICE_SECONDS. None: none has."""
+        for ready in wait(connections, NOTICE_SECONDS):
+            assert isinstance(ready, Connection)
+            try:
+                ready.recv()
+            except (EOFError, ConnectionError):
+                return self._connections.index(ready)
+        return None
 
     def _failure(self, rank: int) -> EngineEnded:
         """Return the error for a rank that has ended, and end the others."""
