@@ -50,6 +50,7 @@ def vllm_command(model: Path, port: int, clients: int) -> list[str]:
     cores = ",".join(map(str, one_per_core(allowed_cpus())))
     variables = [f"VLLM_CPU_OMP_THREADS_BIND={cores}", f"VLLM_CPU_KVCACHE_SPACE={CACHE_GB}", "TORCHDYNAMO_DISABLE=1"]
     server = [str(environment.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    server += ["--served-model-name", model.name]
     settings = ["--dtype", "float32", "--max-num-seqs", str(clients), "--enforce-eager", "--max-model-len", str(PLACES)]
     return ["env", "-u", "PYTHONPATH", "-u", "OMP_NUM_THREADS", *variables, *server, *settings]
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upshift.atomic_file import sync_and_rename
-from upshift.errors import RequestError
+from upshift.errors import JobFailed, RequestError
 from upshift.fork_server import ChildExit
 from upshift.hardware import describe
+from upshift.inference import registry
 from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import serve_race
 from upshift.inference.race.policy import RACE_SECONDS, RacePolicy
@@ -95,19 +97,28 @@ def test_the_end_of_a_process_is_remembered_unless_it_is_temporary(
 
 
 def race_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quality: Quality = "exact", *, difference: float = 0.0
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quality: Quality = "exact",
+    *,
+    difference: float = 0.0,
+    engine: str | None = None,
+    failure: str | None = None,
 ) -> race_module.Race:
-    """Race two engines that are made up. ``difference``: to the reference, of all engines."""
+    """Race two engines that are made up. ``difference``: to the reference, of all engines. ``failure``: of all but torch."""
 
     def answer(_: object, request: RaceRequest) -> Iterator[Run]:
         for setup in request.setups:
-            yield ANSWERED.changed(setup=setup, largest_difference=difference)
+            if failure is not None and setup.engine != "torch":
+                yield Run(setup=setup, failure=failure)
+            else:
+                yield ANSWERED.changed(setup=setup, largest_difference=difference)
 
     monkeypatch.setattr(race_module, "is_available", lambda setup: setup.engine in ("torch", "openvino"))
     monkeypatch.setattr(race_module, "check_room", lambda *room: None)
     monkeypatch.setattr(race_module, "stream_runs", answer)
     monkeypatch.setenv("UPSHIFT_CACHE", str(folder / "cache"))
-    policy = RacePolicy(quality, Limits(), 1.0)
+    policy = RacePolicy(quality, Limits(), 1.0, engine=engine)
     contest = request_in(folder).contest
     return race_module.race(contest, describe("epyc-7763"), [[1, 2]], policy, forecast=lambda: lambda setup: 1.0)
 
@@ -133,6 +144,32 @@ def test_a_message_names_only_an_engine_that_the_user_named(tmp_path: Path, monk
     with pytest.raises(RequestError, match="^no setup is within --quality exact .*allow less, or delete") as refused:
         race_in(tmp_path, monkeypatch, difference=1.0)
     assert "None" not in str(refused.value)
+
+
+@NEEDS_TORCH
+def test_an_engine_that_fails_is_no_matter_of_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = r"^the model does not run in --engine openvino here \(fp32 RuntimeError: no; .*use another engine, or delete"
+    with pytest.raises(RequestError, match=text):
+        race_in(tmp_path, monkeypatch, 0.9, engine="openvino", failure="RuntimeError: no")
+
+
+class Odd(Exception):  # noqa: N818  of a library
+    pass
+
+
+@pytest.mark.parametrize("name", sorted(name for name, spec in registry.ENGINES.items() if spec.libraries != ("torch",)))
+@pytest.mark.parametrize("error", [RuntimeError("[json.exception.302]\ntype must be string"), OSError("odd"), Odd("a\nb")])
+def test_the_error_of_a_library_that_loads_a_model_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, error: Exception
+) -> None:
+    def load(build: object) -> object:
+        raise error
+
+    monkeypatch.setattr(registry, "_import_attribute", lambda *names: load)
+    task = next(iter(registry.ENGINES[name].factories))
+    with pytest.raises(JobFailed, match=f"the engine {name} does not load the model .* delete {tmp_path}") as refused:
+        registry.build_engine(task, name, SimpleNamespace(folder=tmp_path))
+    assert "\n" not in str(refused.value) and type(error).__name__ in str(refused.value)
 
 
 VECTORS = st.lists(st.lists(st.sampled_from([0.0, 1e-9, -1.0, 3.0]), min_size=3, max_size=3), min_size=1, max_size=5)

@@ -347,7 +347,10 @@ def _prepare(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Any, A
     from upshift.inference.weights import find_weights
 
     find_weights(arguments["model"])  # a wrong path, or a wrong interpreter, is refused before libraries are imported
-    choose_environment(arguments["engine"], arguments["engine_python"], arguments["engine_arguments"])
+    choose_environment(
+        arguments["engine"], arguments["engine_python"], arguments["engine_arguments"],
+        tensor_parallel=arguments["tensor_parallel"],
+    )  # fmt: skip
     with importing():
         from upshift.inference.generation.generator import Generator
 

@@ -211,7 +211,7 @@ def _server_file(launcher: str, words: list[str], fields: dict[str, Any], *, hou
     """Return the file that starts servers. ``words``: the command after --. ``fields``: of the ServerJob."""
     options = serve_command.parse(words[1:]).params  # a wrong option would stop the server only when it starts
     engine_settings = read_settings_of("--engine-set", options["engine_settings"] or [], example="tensor_parallel_size=2")
-    num_devices = read_arguments(engine_settings).ranks * (options["replicas"] or 1)
+    num_devices = read_arguments(engine_settings).ranks * (options["tensor_parallel"] or 1) * (options["replicas"] or 1)
     in_image = launcher == "kubernetes"
     job = upshift_server.ServerJob(
         serve=tuple(words), port=options["port"], is_encrypted=options["ssl_certfile"] is not None,

@@ -27,6 +27,7 @@ from upshift.cli.options import (
     PromptLength,
     Quality,
     RaceSeconds,
+    TensorParallel,
     argument,
     check_existing_folder,
     check_new_folder,
@@ -243,6 +244,7 @@ def command(
     output_length: OutputLength = None,
     settings: GenerationSettings = None,
     replicas: Replicas = None,
+    tensor_parallel: TensorParallel = None,
     max_waiting: MaxWaiting = 256,
     quality: Quality = "exact",
     engine: Engine = None,
@@ -276,8 +278,8 @@ def command(
     names = models_by_name(models)
     requests = _engine_requests(names, given)
     request = next(iter(requests.values()))
-    environment = choose_environment(engine, engine_python, request.engine_arguments)
-    ranks = 1 if environment is None else environment.arguments.ranks
+    environment = choose_environment(engine, engine_python, request.engine_arguments, tensor_parallel=request.tensor_parallel)
+    ranks = request.tensor_parallel if environment is None else environment.arguments.ranks
     limits = _make_limits(request_seconds, max_body_mb, api_key_file, adapter_folder, batch_folder)
     address = _make_address(host, port, ssl_certfile, ssl_keyfile, root_path, allow_origin)
     if engine is None:
@@ -304,14 +306,14 @@ def _read_adapters(pairs: list[str]) -> dict[str, Path]:
 
 
 def _assign_adapters(
-    folders: Mapping[str, Path], names: Mapping[str, str], adapter_folder: Path | None, engine: str | None
+    folders: Mapping[str, Path], names: Mapping[str, str], adapter_folder: Path | None, engine: str | None, tensor_parallel: int
 ) -> dict[str, dict[str, str]]:
     """Return the folders of adapters by the names of their models, then by their own names."""
     from upshift.serving.adapter_files import assign_adapters, check_engine_of_adapters
 
     adapters = assign_adapters(folders, names)
     if adapters or adapter_folder is not None:
-        check_engine_of_adapters(engine, loads_later=adapter_folder is not None)
+        check_engine_of_adapters(engine, loads_later=adapter_folder is not None, tensor_parallel=tensor_parallel)
     return adapters
 
 
@@ -353,7 +355,9 @@ def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict
     from upshift.inference.race.types import read_limit, read_seconds
 
     same = ("quality", "engine", "prompt_length", "output_length", "max_waiting", "allow_special")
-    adapters = _assign_adapters(_read_adapters(given["adapter"] or []), names, given["adapter_folder"], given["engine"])
+    tensor_parallel = given["tensor_parallel"] or 1
+    folders = _read_adapters(given["adapter"] or [])
+    adapters = _assign_adapters(folders, names, given["adapter_folder"], given["engine"], tensor_parallel)
     if given["engine"] == "vllm":
         check_adapters([folder for folders in adapters.values() for folder in folders.values()])
     prompts: Path | None = given["prompts"]
@@ -363,6 +367,7 @@ def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict
     fields: dict[str, Any] = {
         **{name: given[name] for name in same},
         "engine_python": None if engine_python is None else str(engine_python),
+        "tensor_parallel": tensor_parallel,
         "engine_arguments": read_settings_of("--engine-set", engine_settings, example="tensor_parallel_size=2"),
         "max_ttft_ms": read_limit("max-ttft-ms", given["max_ttft_ms"]),
         "max_tpot_ms": read_limit("max-tpot-ms", given["max_tpot_ms"]),

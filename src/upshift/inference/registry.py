@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from upshift.disk_full import FREE_SOME, disk_full_message
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.inference.engine_environment import EngineEnvironment, require_environment
 from upshift.models.source import ModelSource
+from upshift.text import one_line
 from upshift.value import Value
 from upshift.versions import install_command
 
@@ -265,15 +266,22 @@ NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures 
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     """Build an engine from ``build``, the parts that the engines of the task take.
 
-    Raise JobFailed if the disk is full."""
+    Raise JobFailed if the disk is full, or if an engine other than torch cannot load the model, such as from a damaged file."""
     spec = NULL_ENGINE if name == "nothing" else ENGINES[name]
     try:
         return _import_attribute(task, spec.factories[task].name)(build)
-    except Exception as error:  # libraries have error types of their own for a full disk
+    except (UpshiftError, ImportError):
+        raise
+    except Exception as error:  # libraries have error types of their own
         reason = disk_full_message(error)
-        if reason is None:
+        if reason is not None:
+            raise JobFailed(f"the files that {name} makes of the model could not be written ({reason}); {FREE_SOME}") from error
+        if spec.libraries == ENGINES["torch"].libraries:
             raise
-        raise JobFailed(f"the files that {name} makes of the model could not be written ({reason}); {FREE_SOME}") from error
+        raise JobFailed(
+            f"the engine {name} does not load the model ({type(error).__name__}: {one_line(error)}); use another engine, or "
+            f"delete {build.folder}, whose files are then made again"
+        ) from error
 
 
 def is_installed(name: EngineName) -> bool:

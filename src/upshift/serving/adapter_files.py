@@ -102,10 +102,16 @@ def assign_adapters(adapters: Mapping[str, Path], models: Mapping[str, str]) -> 
     return assigned
 
 
-def check_engine_of_adapters(engine: str | None, *, loads_later: bool) -> None:
+def check_engine_of_adapters(engine: str | None, *, loads_later: bool, tensor_parallel: int = 1) -> None:
     """Raise RequestError if the user asks for an engine that computes no adapters.
 
-    ``loads_later``: clients may load adapters while the server runs."""
+    ``loads_later``: clients may load adapters while the server runs. ``tensor_parallel``: the devices among which transformers
+    divides the model."""
+    if tensor_parallel > 1:
+        raise RequestError(
+            f"--tensor-parallel {tensor_parallel} divides a model without adapters; merge the adapter into the model (upshift "
+            f"merge), or use --engine vllm --engine-set tensor_parallel_size={tensor_parallel} with --adapter"
+        )
     if engine == "vllm" and loads_later:
         raise RequestError(
             "--engine vllm computes the adapters that it starts with; name each by --adapter NAME=FOLDER, or leave out --engine"

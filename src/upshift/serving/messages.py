@@ -50,6 +50,7 @@ class EngineRequest(Value):
     engine: str | None = None
     engine_python: str | None = Field(None, description="the Python interpreter of an environment that has vLLM")
     engine_arguments: dict[str, Any] = Field({}, description="engine arguments of vLLM that the user fixes, by name")
+    tensor_parallel: int = Field(1, gt=0, description="devices that share each layer; above 1 the engine is torch")
     max_ttft_ms: float | None = Field(None, description="promise: longest time to the first token of an admitted request")
     max_tpot_ms: float | None = Field(None, description="promise: longest mean time of a further token")
     concurrency: int = Field(8, gt=0, description="maximum number of sequences that are computed at once")

@@ -15,7 +15,22 @@ from pathlib import Path
 from typing import Any
 
 REFUSED = 7  # a prompt that begins with this token
-VERSIONS = {"python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0", "quantizations": ["fp8", "gptq"]}
+# Of the engine arguments of vLLM 0.32.0, those that Upshift gives or lets the user fix.
+ARGUMENTS = [
+    "model", "dtype", "quantization", "max_num_seqs", "max_model_len", "skip_tokenizer_init", "disable_log_stats", "max_logprobs",
+    "logprobs_mode", "enforce_eager", "structured_outputs_config", "enable_lora", "max_loras", "max_lora_rank",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "kv_cache_dtype",
+    "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "speculative_config",
+]  # fmt: skip
+VERSIONS = {
+    "python": "3.12.0", "vllm": "0.0.1", "torch": "2.0.0", "quantizations": ["fp8", "gptq"], "arguments": ARGUMENTS, "lacks": [],
+}  # fmt: skip
+MODES: dict[str, dict[str, Any]] = {  # what an environment says of itself, by mode
+    "no vllm": {"vllm": None},
+    "no prefix cache": {"arguments": [name for name in ARGUMENTS if name != "enable_prefix_caching"]},
+    "older": {"arguments": [name for name in ARGUMENTS if name != "structured_outputs_config"]},
+    "newer": {"lacks": ["SamplingParams.flat_logprobs"]},
+}
 
 
 def make_interpreter(folder: Path, table: list[list[float]], mode: str = "") -> Path:
@@ -28,6 +43,19 @@ def make_interpreter(folder: Path, table: list[list[float]], mode: str = "") -> 
     return program
 
 
+def write_package() -> dict[str, str]:
+    """The files of a package vllm by their names, with the names that Upshift looks for and nothing else."""
+    from upshift.inference.generation.engines.vllm_worker import ENGINE_ARGUMENTS, USED
+
+    files: dict[str, str] = {}
+    for (file, name), used in {ENGINE_ARGUMENTS: tuple(ARGUMENTS), **USED}.items():
+        methods = {one.split(".")[0]: one.partition(".")[2] for one in used if "." in one}
+        fields = "".join(f"    {one}: object = None\n" for one in used if "." not in one)
+        defined = "".join(f"    def {method}(self, *, {parameter}): ...\n" for method, parameter in methods.items())
+        files[file] = files.get(file, "") + f"class {name}:\n{fields}{defined}\n"
+    return files
+
+
 def answer(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
@@ -38,6 +66,9 @@ def run(folder: Path) -> None:
     mode = (folder / "mode").read_text()
     arguments = json.loads(sys.stdin.readline())["start"]
     (folder / "start.json").write_text(json.dumps({**arguments, "pid": os.getpid()}))
+    if arguments.keys() - set(ARGUMENTS):
+        answer(failed=f"TypeError: EngineArgs has no {sorted(arguments.keys() - set(ARGUMENTS))}")
+        return
     if mode == "unknown model":
         answer(failed="ValueError: Model architectures ['Odd'] are not supported for now")
         return
@@ -99,7 +130,6 @@ def step(live: dict[int, dict[str, Any]], table: list[list[float]]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[-1] == "--describe":
-        has_vllm = (Path(sys.argv[1]) / "mode").read_text() != "no vllm"
-        print(json.dumps(VERSIONS if has_vllm else {**VERSIONS, "vllm": None}))
+        print(json.dumps({**VERSIONS, **MODES.get((Path(sys.argv[1]) / "mode").read_text(), {})}))
     else:
         run(Path(sys.argv[1]))

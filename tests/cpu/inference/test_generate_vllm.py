@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from chat_models import byte_level_tokenizer
 from command import Command
 from hypothesis import given
@@ -20,9 +24,14 @@ from pretended_vllm import make_interpreter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import upshift
+from upshift.cli.plan.inference import command_words, vllm_options
 from upshift.errors import JobFailed, RequestError
+from upshift.inference.engine_environment import EngineArguments, arguments_of_plan
 from upshift.inference.generation.engines.text_engine import Progress, TextRequest
 from upshift.inference.generation.text_batches import follow_texts, time_texts
+from upshift.launching.vllm_server import VllmJob, leader_worker_set
+from upshift.planning.inference.plan import InferencePlan
+from upshift.planning.programs.write import write_document
 
 REAL = os.environ.get("UPSHIFT_VLLM_PYTHON")  # tests/conftest.py hides it from races
 NEEDS_REAL = pytest.mark.skipif(not REAL, reason="UPSHIFT_VLLM_PYTHON names no environment that has vLLM")
@@ -127,6 +136,29 @@ def test_what_the_user_fixes_replaces_what_the_setup_says(pretended: Pretended, 
 
 
 @pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("older", r"has vllm 0.0.1, which lacks .*\(EngineArgs.structured_outputs_config\); give .* vllm 0.32.0"),
+        ("newer", r"has vllm 0.0.1, which lacks .*\(SamplingParams.flat_logprobs\); give"),
+        ("no prefix cache", "--engine-set enable_prefix_caching is not an argument of vllm 0.0.1"),
+    ],
+)
+def test_a_version_with_other_names_is_one_line_before_it_starts(
+    pretended: Pretended, upshift: Command, mode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, text: str
+) -> None:
+    (pretended.folder / "start.json").unlink(missing_ok=True)
+    mode.write_text(says)
+    ask = ("generate", pretended.model, "--prompt", "a", "--max-new-tokens", 2, "--engine-python", pretended.python)
+    answer = upshift(*ask, "--engine-set", "enable_prefix_caching=false")
+    assert answer.code == 2 and re.search(text, answer.err) and len(answer.err.strip().splitlines()) == 1, answer.err
+    assert not (pretended.folder / "start.json").exists()
+    monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
+    found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
+    (finding,) = (one for one in found if one["subject"] == "vllm")
+    assert (finding["severity"] == "error") == (says != "no prefix cache")
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"tensor_parallel_size": 3}, "does not divide the 4 heads"),
@@ -177,7 +209,7 @@ def test_the_doctor_says_what_the_environment_has(
     monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(pretended.python))
     found = json.loads(upshift("doctor", "--quick", "--json", "--output", tmp_path).out)["findings"]
     (finding,) = (one for one in found if one["subject"] == "vllm")
-    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"]
+    assert finding["severity"] == "ok" and "vllm 0.0.1, torch 2.0.0" in finding["what"] and "tests run 0.32.0" in finding["what"]
     monkeypatch.setenv("UPSHIFT_VLLM_PYTHON", str(tmp_path / "no"))
     answer = upshift("doctor", "--quick", "--output", tmp_path)
     assert answer.code == 1 and "does not exist" in answer.out
@@ -365,6 +397,57 @@ def test_two_stages_are_refused_by_vllm_in_one_line(real: tuple[str, upshift.Gen
     """vLLM 0.32.0 has no pipelines on CPUs. docs/many_hosts.md says so; a version that has them fails here."""
     model, _ = real
     stages = upshift.Generator(model, engine="vllm", engine_python=REAL, engine_arguments={"pipeline_parallel_size": 2})
-    with pytest.raises(RequestError, match="no setup of --engine vllm is within .*KeyError") as refused:
+    with pytest.raises(RequestError, match="does not run in --engine vllm here .*KeyError") as refused:
         stages.generate(PROMPTS, max_new_tokens=NEW)
     assert "\n" not in str(refused.value)
+
+
+PARSE = """
+import json, sys
+from vllm.entrypoints.cli import serve
+parser = serve.FlexibleArgumentParser()
+command = serve.ServeSubcommand()
+command.subparser_init(parser.add_subparsers())
+for words in json.loads(sys.argv[1]):
+    found = parser.parse_args(words)
+    command.validate(found)
+    print(json.dumps({name: value for name, value in vars(found).items() if isinstance(value, bool | int | float | str)}))
+"""
+
+
+@NEEDS_REAL
+def test_vllms_own_parser_reads_all_that_is_written_for_its_server(tmp_path: Path) -> None:
+    """The commands and files of plans, and the commands of a LeaderWorkerSet, with every argument that can be fixed."""
+    fixed = {
+        "dtype": "bfloat16", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True,
+        "quantization": "fp8", "kv_cache_dtype": "fp8", "max_num_seqs": 3, "max_num_batched_tokens": 512, "max_model_len": 64,
+        "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "enforce_eager": True,
+        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}',
+    }  # fmt: skip
+    assert {*fixed, "data_parallel_size"} == {*EngineArguments.model_fields}
+    job = VllmJob(
+        model="m", served_name="n", port=8001, arguments=tuple(fixed.items()), ranks=4, nodes=4, gpus=2, cpus=1, memory="1Gi",
+        image="i",
+    )  # fmt: skip
+    pods = list(yaml.safe_load_all(leader_worker_set(job)))[0]["spec"]["leaderWorkerTemplate"]
+    commands = [pods[name]["spec"]["containers"][0]["command"][-1] for name in ("leaderTemplate", "workerTemplate")]
+    lines = [shlex.split(command.removeprefix("exec vllm ").replace('"$LWS_WORKER_INDEX"', "1")) for command in commands]
+    expected: list[dict[str, Any]] = [{**fixed, "nnodes": 2, "headless": is_headless} for is_headless in (False, True)]
+    one: dict[str, Any] = {"device": "cuda", "host": "", "model": "", "max_concurrency": 8, "prefill_chunk_tokens": 64}
+    plans = [
+        InferencePlan(**one, weights="fp8", kv_cache="fp8", tensor_parallel=2, execution="graphs"),
+        InferencePlan(**one, weights="fp32", kv_cache="fp32", pipeline_parallel=2, replicas=2, execution="eager"),
+        InferencePlan(**one, weights="fp16", kv_cache="fp16", execution="eager"),
+    ]
+    for number, plan in enumerate(plans):
+        write_document(tmp_path / f"{number}.yaml", vllm_options(plan, longest=48, is_stored=False))
+        arguments = {**(arguments_of_plan(plan) or {}), "max_model_len": 48}
+        lines += [["serve", "m", "--config", str(tmp_path / f"{number}.yaml")], ["serve", "m", *command_words(arguments)]]
+        expected += [arguments, arguments]
+    assert REAL is not None
+    done = subprocess.run([REAL, "-c", PARSE, json.dumps(lines)], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for found, wanted in zip(parsed, expected, strict=True):
+        kept = {name: found.get(name) for name in wanted if name != "speculative_config"}
+        assert kept == {name: value for name, value in wanted.items() if name != "speculative_config"}

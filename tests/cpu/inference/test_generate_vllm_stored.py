@@ -108,6 +108,6 @@ def test_a_format_that_vllm_cannot_compute_here_is_one_line(tmp_path: Path) -> N
     save(tmp_path / "plain", layers=1)
     write_quantized(tmp_path / "plain", tmp_path / "fp8", "fp8")
     generator = upshift.Generator(str(tmp_path / "fp8"), engine="vllm", engine_python=REAL, quality=0.99)
-    with pytest.raises(RequestError, match="no setup of --engine vllm is within") as refused:
+    with pytest.raises(RequestError, match="does not run in --engine vllm here .stored the engine vllm failed: ") as refused:
         generator.generate(PROMPTS, max_new_tokens=NEW)
     assert "\n" not in str(refused.value)

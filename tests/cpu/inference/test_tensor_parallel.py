@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +21,16 @@ import transformers
 from chat_models import byte_level_tokenizer
 from command import Command
 
-from upshift.errors import EngineEnded, JobFailed
+from upshift.errors import EngineEnded, JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.inference import registry, tensor_parallel
 from upshift.inference.generation.engines import torch_decoder
 from upshift.inference.workers import rank_group, rank_process
 from upshift.inference.workers.dispatcher import Job
 from upshift.inference.workers.rank_group import RankGroup
+from upshift.serving.engine.embedding import EmbeddingWorker
+from upshift.serving.engine.generation import GenerationWorker, serve_texts
+from upshift.serving.messages import Embed, EngineRequest, Generate, Ready, Vector
 
 PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question", "a", "trees and")
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -36,6 +44,7 @@ class ForkedRank:
     def __init__(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **streams: object) -> None:
         start = command.index(rank_group.RANK)
         self.returncode: int | None = None
+        self.waiting = threading.Lock()
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -47,8 +56,9 @@ class ForkedRank:
                 os._exit(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self.waiting:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def kill(self) -> None:
@@ -145,8 +155,12 @@ def test_the_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
     group = RankGroup(Job("decimal:Context", {"prec": 9}), 2, "cpu")
     with pytest.raises(JobFailed, match="a worker failed"):
         group.compute("no_such_method")
-    with pytest.raises((EngineEnded, OSError)):
+    with pytest.raises(EngineEnded, match="have ended"):
         group.compute("clear_flags")
+    later = RankGroup(Job("decimal:Context", {"prec": 9}), 2, "cpu")
+    later.compute("clear_flags")
+    with pytest.raises(EngineEnded, match="rank . of the model ended: a worker failed"):  # a server then starts it again
+        later.compute("no_such_method")
 
 
 def test_what_cannot_be_divided_is_one_line(
@@ -159,6 +173,11 @@ def test_what_cannot_be_divided_is_one_line(
         "more than the 8 cores that are here; ask for at most 8": ("generate", "wide", *file, "--tensor-parallel", 16),
         "--tensor-parallel 0": ("generate", "llama", *file, "--tensor-parallel", 0),
         "--engine is openvino; leave one": ("generate", "llama", *file, *TWO, "--engine", "openvino"),
+        "--engine-set is for --engine vllm, and --tensor-parallel 2": (
+            "generate", "llama", *file, *TWO, "--engine-set", "max_num_seqs=2"
+        ),
+        "--engine-set is for --engine vllm, and --tensor-parallel 2 ": ("serve", "llama", *TWO, "--engine-set", "max_num_seqs=2"),
+        "--tensor-parallel 2 divides a model without adapters": ("serve", "llama", *TWO, "--adapter-folder", tmp_path),
         "divides decoders and encoders": ("generate", "t5", *file, *TWO),
         "does not take --tensor-parallel": ("generate", "llama", *file, *TWO, "--backend", "xla"),
         "--tensor-parallel is not possible with --format": ("generate", "llama", *file, *TWO, "--format", "openai-batch"),
@@ -176,3 +195,97 @@ def test_what_cannot_be_divided_is_one_line(
     for command, options in {"generate": file, "encode": texts}.items():
         answer = upshift(command, folder / "llama", *options)
         assert answer.code == 2 and "--tensor-parallel 2 for one model" in answer.err, answer.err
+
+
+SIZES: dict[str, Any] = {"engine": "torch", "concurrency": 2, "prompt_length": 6, "output_length": 4}
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+
+
+def ask_server(request: EngineRequest, asked: list[Generate]) -> tuple[list[str], list[float]]:
+    """What an engine of the server says to requests that come together: the text of each, and all log-probabilities."""
+    inbox: queue.Queue[Any] = queue.Queue()
+    said = dict.fromkeys(range(len(asked)), "")
+    scores: list[float] = []
+    is_over: set[int] = set()
+
+    def send(messages: list[Any]) -> None:
+        for message in messages:
+            if isinstance(message, Ready):
+                assert message.setup == f"torch fp32{' on 2 devices' if request.tensor_parallel == 2 else ''}"
+                for number, one in enumerate(asked):
+                    inbox.put(one.changed(id=number))
+            elif hasattr(message, "id"):
+                scores.extend(one.logprob for one in (*message.prompt_scores, *message.scores) if one.logprob)
+                said[message.id] += message.text
+                is_over.update([message.id] if message.last else ())
+        if len(is_over) == len(asked):
+            inbox.put(None)
+
+    serve_texts(request, inbox, send)
+    return list(said.values()), scores
+
+
+def test_a_divided_model_serves_the_answers_of_one_process(folder: Path) -> None:
+    plain = Generate(prompt=PROMPTS[0], options={"max_new_tokens": 9, "do_sample": False})
+    asked = [
+        plain,
+        plain.changed(prompt=PROMPTS[1], top=2, prompt_top=1),
+        plain.changed(options={"max_new_tokens": 9, "do_sample": True, "seed": 5}),
+        plain.changed(json_schema=SCHEMA, options={**plain.options, "max_new_tokens": 40}),
+        plain.changed(prompt=tuple(range(3, 40)), ignore_eos=True),
+        plain,
+    ]
+    request = EngineRequest(model=str(folder / "llama"), **SIZES)
+    texts, scores = ask_server(request, asked)
+    divided_texts, divided_scores = ask_server(request.changed(tensor_parallel=2), asked)
+    assert divided_texts == texts and len(set(texts)) == len(asked) - 1
+    assert divided_scores == pytest.approx(scores, abs=1e-4) and len(scores) > 9
+    with pytest.raises(RequestError, match="use one of 2"):
+        GenerationWorker(request.changed(tensor_parallel=3))
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_killed_rank_ends_the_engine_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    groups: list[RankGroup] = []
+    compute: Callable[..., Any] = RankGroup.compute
+    is_ready = threading.Event()
+
+    def compute_once(self: RankGroup, method: str, *arguments: object) -> object:
+        groups.append(self)
+        if is_ready.is_set() and method == "step":
+            os.kill(self.pids[1], signal.SIGKILL)
+        return compute(self, method, *arguments)
+
+    monkeypatch.setattr(RankGroup, "compute", compute_once)
+    inbox: queue.Queue[Any] = queue.Queue()
+
+    def send(messages: list[Any]) -> None:
+        if any(isinstance(message, Ready) for message in messages):
+            is_ready.set()
+            if is_idle:
+                os.kill(groups[-1].pids[1], signal.SIGKILL)
+            else:
+                inbox.put(Generate(id=1, prompt="a", options={"max_new_tokens": 4}))
+
+    request = EngineRequest(model=str(folder / "llama"), tensor_parallel=2, **SIZES)
+    with pytest.raises(EngineEnded, match="a process of the engine has ended" if is_idle else "rank 1 of the 2 ranks"):
+        serve_texts(request, inbox, send)
+    groups[-1].close()
+
+
+def test_a_divided_encoder_serves_the_vectors_of_one_process_until_a_rank_dies(folder: Path) -> None:
+    request = EngineRequest(model=str(folder / "llama"), engine="torch", prompt_length=6)
+    workers = [EmbeddingWorker(request), EmbeddingWorker(request.changed(tensor_parallel=2))]
+    assert workers[1].ready.setup == "torch fp32 on 2 devices"
+    rows = []
+    for worker in workers:
+        assert worker.take(Embed(id=1, texts=PROMPTS)) == []
+        vectors = [one.row for one in worker.encode_waiting() if isinstance(one, Vector)]
+        rows.append(np.array([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in vectors]))
+    assert rows[0].shape == (len(PROMPTS), 32) and 0 < np.abs(rows[0] - rows[1]).max() < 1e-5
+    ranks: Any = workers[1].encoding.engine
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    ranks.wait()
+    workers[1].take(Embed(id=2, texts=PROMPTS))
+    with pytest.raises(EngineEnded, match="rank 0 of the 2 ranks"):
+        workers[1].encode_waiting()

@@ -31,6 +31,7 @@ from upshift.inference.workers.process_pool import ProcessPool
 from upshift.inference.workers.ray_pool import RayPool
 from upshift.inference.workers.worker import Worker
 
+ENGINES = registry.ENGINES  # of the actors of a Ray cluster, whatever a test changes here
 ROOTS = Job("decimal:Context", {"prec": 9})
 TASKS = [Task("sqrt", (Decimal(number),)) for number in range(40)]
 EXPECTED = [Context(prec=9).sqrt(Decimal(number)) for number in range(40)]
@@ -118,19 +119,55 @@ def test_a_killed_process_is_started_again_and_its_texts_computed_again() -> Non
             os.kill(pid, 0)
 
 
-def test_a_killed_actor_of_a_ray_cluster_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_ADDRESS", "local")
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this machine with two cores."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        pool = RayPool(ROOTS, 2)
-        check_pool_survives_a_kill(pool)
-        pool.close()
-        with pytest.raises(RequestError, match="--replicas 3 is more than the Ray cluster has room for"):
-            RayPool(ROOTS, 3)
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ADDRESS", "local")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
         ray.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_actor_of_a_ray_cluster_is_started_again() -> None:
+    pool = RayPool(ROOTS, 2)
+    check_pool_survives_a_kill(pool)
+    pool.close()
+    with pytest.raises(RequestError, match="--replicas 3 is more than the Ray cluster has room for"):
+        RayPool(ROOTS, 3)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_ray_cluster_writes_the_answers_of_one_process_though_a_worker_is_killed(
+    upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ENGINES", ENGINES)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, initializer_range=0.3)
+    model = save(tmp_path / "model", transformers.LlamaForCausalLM(config))
+    prompts = tmp_path / "texts.txt"
+    prompts.write_text("".join(f"text {number}\n" for number in range(300)))
+    ask = ("generate", model, "--prompts", prompts, "--engine", "torch", "--max-new-tokens", 3, "--set", "do_sample=true")
+    alone = upshift(*ask, "--output", tmp_path / "alone.jsonl", "--replicas", 1)
+    assert alone.code == 0, alone.err
+    receive = RayPool.receive
+    killed: list[int] = []
+
+    def receive_and_kill(pool: RayPool) -> tuple[int, Answer | None]:
+        worker, answer = receive(pool)
+        if answer is None:
+            killed.append(worker)
+        elif not killed and any(other != worker for other in pool._pending.values()):
+            os.kill(pool.pids[1 - worker], signal.SIGKILL)  # it has a task
+        return worker, answer
+
+    monkeypatch.setattr(RayPool, "receive", receive_and_kill)
+    shared = upshift(*ask, "--output", tmp_path / "shared.jsonl", "--ray", "--replicas", 2)
+    assert shared.code == 0 and killed, shared.err
+    assert (tmp_path / "shared.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
 def save(folder: Path, model: transformers.PreTrainedModel) -> str:

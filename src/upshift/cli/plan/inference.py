@@ -195,9 +195,14 @@ def _print_vllm_command(planning: InferencePlanning, *, is_stored: bool) -> None
         tables.dim("vLLM has no arguments for this plan: it reads weights in 8 and 4 bit integers from their own files alone")
         return
     arguments["max_model_len"] = planning.workload.longest
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in arguments.items()]
-    tables.out.print(f"By vLLM: vllm serve MODEL {' '.join(words)}", soft_wrap=True, highlight=False)
+    tables.out.print(f"By vLLM: vllm serve MODEL {' '.join(command_words(arguments))}", soft_wrap=True, highlight=False)
     _print_serve_command(planning, arguments, quality=f" --quality {MAX_UNMEASURED_QUALITY}" if is_stored else "")
+
+
+def command_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return vLLM's engine arguments as words of its command line."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in arguments.items()}
+    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def _print_serve_command(planning: InferencePlanning, arguments: dict[str, Any], *, quality: str) -> None:

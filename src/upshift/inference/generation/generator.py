@@ -129,7 +129,7 @@ class Generator:
         draft: str | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
-        self._environment = choose_environment(engine, engine_python, engine_arguments)
+        self._environment = choose_environment(engine, engine_python, engine_arguments, tensor_parallel=tensor_parallel)
         self._serves = serves
         self._adapters = tuple(adapters)
         self.quality = read_quality(str(quality))
@@ -145,7 +145,6 @@ class Generator:
         if tensor_parallel != 1:
             check_divides(tensor_parallel, self.source, self.task, engine, self.host, lambda: build_empty_model(self.source))
             self._engine = "torch"
-            self._environment = None  # of vLLM
         if self._environment is not None:
             check_environment(self._environment, self.source, self.host, self._engine, self.quality)
         self.start = start_token(self.source) if self.source.hf_config.is_encoder_decoder else None

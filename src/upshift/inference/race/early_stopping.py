@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from upshift.disk_full import DISK_FULL_PHRASES, disk_full_message
+from upshift.errors import UpshiftError
 from upshift.inference.race.types import Quality, RaceRequest, RaceResult, Run, Skipped, Stopped
 from upshift.inference.registry import EngineSetup, Precision
 from upshift.text import one_line
@@ -134,7 +135,7 @@ def serve_race(
             runs = run_setup(request, setup, early_stopping)
         except Exception as error:  # of any library: the user is told why this setup did not run
             message = one_line(error, limit=400)
-            failure = f"{type(error).__name__}: {message}"
+            failure = message if isinstance(error, UpshiftError) else f"{type(error).__name__}: {message}"
             runs = [Run(setup=setup, failure=failure, temporary=is_temporary(failure) or disk_full_message(error) is not None)]
         early_stopping.add(runs)
         answer(RaceResult(runs=tuple(runs)))

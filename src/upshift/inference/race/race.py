@@ -261,8 +261,8 @@ def _best_forecasts(setups: list[EngineSetup], forecast: Forecast) -> dict[Engin
 def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     """Return the fastest setup within all bounds.
 
-    Raise RequestError with the result of each requested setup if none is within the quality. Raise NothingFits with the
-    nearest setup if none keeps the limits."""
+    Raise RequestError with the result of each requested setup if none has run, or none is within the quality. Raise NothingFits
+    with the nearest setup if none keeps the limits."""
     requested = [run for run in race.runs if policy.engine in (None, run.setup.engine)]
     good = [run for run in requested if run.meets(policy.quality)]
     if not requested:
@@ -273,6 +273,11 @@ def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     if not good:
         results = "; ".join(f"{run.setup.precision} {run.failure or run.format_agreement()}" for run in requested)
         subject = "no setup" if policy.engine is None else f"no setup of --engine {policy.engine}"
+        if all(run.failure for run in requested):
+            raise RequestError(
+                f"the model does not run in --engine {policy.engine} here ({results}); use another engine, or delete {race.file} "
+                "to race again"
+            )
         raise RequestError(
             f"{subject} is within --quality {policy.quality} ({results}); allow less, or delete {race.file} to race again"
         )

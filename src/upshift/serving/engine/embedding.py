@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.meters import resident_bytes
-from upshift.errors import RequestError
+from upshift.errors import EngineEnded, RequestError
 from upshift.inference.encoding.cross_encoder import CrossEncoder
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.run import activate
 from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.tokenizer import load_tokenizer
+from upshift.inference.workers.own_processes import own_bytes, watch_processes
 from upshift.serving.engine.admission import smooth
 from upshift.serving.engine.tokenization import check_token_ids, panics_as_errors, token_replies
 from upshift.serving.load_test.traffic import WORDS
@@ -55,15 +56,18 @@ def serve_embeddings(
     """Answer the requests of the inbox until it gives None. With ``reads_pairs``, the model is a cross-encoder."""
     worker = EmbeddingWorker(request, reads_pairs=reads_pairs)
     send([worker.ready])
+    watch_processes(worker.encoding.engine, inbox.put)
     while True:
         refusals: list[Value] = []
         while not (worker.waiting or refusals) or not inbox.empty():
             message = inbox.get()
             if message is None:
                 return
+            if isinstance(message, EngineEnded):
+                raise message
             refusals += worker.take(message)
         send(refusals)
-        heartbeat = Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=resident_bytes())
+        heartbeat = Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=worker.resident_bytes())
         send([*worker.encode_waiting(), heartbeat])
 
 
@@ -80,6 +84,7 @@ class EmbeddingWorker:
             engine=request.engine,
             max_latency_ms=request.max_ttft_ms,
             race_seconds=request.race_seconds,
+            tensor_parallel=request.tensor_parallel,
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
@@ -98,10 +103,14 @@ class EmbeddingWorker:
             rows=MAX_BATCH_TEXTS,
             cache_tokens=None,
             positions=None,
-            resident_bytes=resident_bytes(),
+            resident_bytes=self.resident_bytes(),
             seconds=seconds | {"proving": warmup_seconds},
             capacity=len(texts) / warmup_seconds,
         )
+
+    def resident_bytes(self) -> int:
+        """Return the bytes that this process occupies, with those of the engine's own processes."""
+        return resident_bytes() + own_bytes(self.encoding.engine)
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
@@ -149,6 +158,8 @@ class EmbeddingWorker:
         rows_of_ids = [ids for _, text_ids in requests for ids in text_ids]
         try:
             rows: np.ndarray = self._rows(rows_of_ids)
+        except EngineEnded:
+            raise
         except Exception as error:  # caused by one of the requests
             if len(requests) == 1:
                 return [Refused.from_error(requests[0][0].id, error)]

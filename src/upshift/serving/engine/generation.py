@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,9 +11,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upshift.benchmarking.meters import resident_bytes, tree_bytes
+from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import EngineEnded, RequestError
-from upshift.inference.generation.engines.text_engine import TextEngine
 from upshift.inference.generation.engines.vllm_engine import check_request
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.grammar import Grammar, Grammars, TokenGuide
@@ -22,6 +20,7 @@ from upshift.inference.generation.media import ProcessedPrompts, has_media
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
+from upshift.inference.workers.own_processes import own_bytes, watch_processes
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
@@ -146,6 +145,7 @@ class GenerationWorker:
             engine_python=request.engine_python,
             engine_arguments=request.engine_arguments,
             serves=True,
+            tensor_parallel=request.tensor_parallel,
             adapters=list(request.adapters.values()),
         )
         eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
@@ -239,6 +239,11 @@ class GenerationWorker:
         for name, folder in self.request.adapters.items():
             self._adapters.load(name, Path(folder))
         return self._adapters
+
+    @property
+    def _engine(self) -> object:
+        """Return the loaded engine, of whole requests or of single tokens."""
+        return self.generator.text_engine or self.generator.decoder
 
     @property
     def _mixes(self) -> bool:
@@ -424,9 +429,7 @@ class GenerationWorker:
 
         One thread reads the prompts with pictures, and the long ones, while the running answers go on. If the engine has
         processes of its own, another thread puts in an error when one of them ends, so that this process ends, too."""
-        engine = self.generator.text_engine
-        if engine is not None:
-            threading.Thread(target=_put_end, args=(engine, inbox), daemon=True).start()
+        watch_processes(self._engine, inbox.put)
         self._prompt_thread = start_prompt_thread(
             self.generator.prompts,
             self._read_prompt,
@@ -452,8 +455,7 @@ class GenerationWorker:
 
     def _resident_bytes(self) -> int:
         """Return the bytes that this process occupies, with those of the engine's own processes."""
-        engine = self.generator.text_engine
-        return resident_bytes() + (0 if engine is None else sum(map(tree_bytes, engine.pids)))
+        return resident_bytes() + own_bytes(self._engine)
 
     def _options(self, arguments: Mapping[str, Any]) -> GenerationOptions:
         """Return the options of a request: its own, then those of the server's ``--set``, then those of the model's files."""
@@ -587,8 +589,3 @@ class GenerationWorker:
             self.generator.check_positions(ids, options, "the prompt", serves=True)
         except RequestError as error:  # the prompt is beyond longrope's border
             raise ContextTooLong(str(error)) from None
-
-
-def _put_end(engine: TextEngine, inbox: queue.Queue[Any]) -> None:
-    engine.wait()
-    inbox.put(EngineEnded("a process of the engine has ended"))

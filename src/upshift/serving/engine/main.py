@@ -53,7 +53,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     request = _read_start()
     if request.replicas > 1:
-        take_share(request.replica, request.replicas, devices=read_arguments(request.engine_arguments).ranks)
+        devices = read_arguments(request.engine_arguments).ranks * request.tensor_parallel
+        take_share(request.replica, request.replicas, devices=devices)
     if request.modules:
         import_modules(request.modules)
         output.write(write_line(SpareReady(resident_bytes=resident_bytes())))
@@ -63,8 +64,11 @@ def main() -> None:
     known_modules = set(sys.modules)
 
     server_texts = [request.model]  # that no client may see
+    is_ready = threading.Event()
 
     def send(messages: list[Value]) -> None:
+        if any(isinstance(message, Ready) for message in messages):
+            is_ready.set()
         _write_messages(output, [hide_server(message, server_texts) for message in messages], start, known_modules)
 
     try:
@@ -82,11 +86,11 @@ def main() -> None:
     threading.Thread(target=_read_requests, args=(inbox,), daemon=True).start()
     try:
         run_engine(request, inbox, send)
-    except EngineEnded as error:  # the server starts this process again, as if it had been killed itself
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
-        os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
     except UpshiftError as error:
+        if isinstance(error, EngineEnded) or is_ready.is_set():  # the server starts this process again, as if it had been killed
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
         send([Failed(why=str(error), exit_code=error.exit_code)])
 
 

@@ -59,6 +59,13 @@ class DividedEngine:
         job = Job(f"{PartEngine.__module__}:{PartEngine.__name__}", {"build": part})
         self.ranks = RankGroup(job, build.setup.tensor_parallel, build.setup.device)
 
+    @property
+    def pids(self) -> list[int]:
+        return self.ranks.pids
+
+    def wait(self) -> None:
+        self.ranks.wait()
+
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
             yield batch, self.ranks.compute("output", batch)

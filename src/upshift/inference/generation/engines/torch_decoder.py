@@ -200,6 +200,13 @@ class DividedDecoder(NoMixing):
         self.ranks = RankGroup(job, build.setup.tensor_parallel, build.setup.device)
         self.weight_bytes: int = self.ranks.compute("read_weight_bytes")
 
+    @property
+    def pids(self) -> list[int]:
+        return self.ranks.pids
+
+    def wait(self) -> None:
+        self.ranks.wait()
+
     def compute(self, tokens: Sequence[int]) -> Prefix:
         raise NotImplementedError
 

@@ -21,8 +21,9 @@ Answers go out on standard output:
 {"refused": [1, "why"]}                       a request that vLLM does not take
 {"reset": true}                               the reply to the same message
 
-The end of standard input ends this process and all processes of vLLM. With the argument --describe it prints the versions of its
-libraries, and the methods of quantized weights that vLLM lists, as JSON. It imports none of them."""
+The end of standard input ends this process and all processes of vLLM. With the argument --describe it prints as JSON the versions
+of its libraries, the methods of quantized weights that vLLM lists, its engine arguments, and the names that this script uses and
+that this vLLM lacks. It imports none of the libraries."""
 
 import ast
 import base64
@@ -45,6 +46,22 @@ LIBRARIES = ("torch", "transformers")
 MAX_MESSAGE = 400  # characters of an error
 QUANTIZATIONS = "QuantizationMethods"  # vLLM's name of the Literal with its methods, in the file below
 QUANTIZATIONS_FILE = "model_executor/layers/quantization/__init__.py"
+ENGINE_ARGUMENTS = ("engine/arg_utils.py", "EngineArgs")  # the file and the class
+# What this script uses of vLLM: the fields and methods of a class, and the parameters of its methods.
+USED = {
+    ("v1/engine/llm_engine.py", "LLMEngine"): (
+        *("from_engine_args", "has_unfinished_requests", "step", "add_lora", "reset_prefix_cache"),
+        *("add_request.lora_request", "abort_request.internal"),
+    ),
+    ("sampling_params.py", "SamplingParams"): (
+        *("output_kind", "detokenize", "logprobs", "flat_logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
+        *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "temperature", "top_k", "top_p", "min_p"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    ),
+    ("sampling_params.py", "RequestOutputKind"): ("DELTA",),
+    ("sampling_params.py", "StructuredOutputsParams"): ("json", "regex", "choice", "grammar"),
+    ("lora/request.py", "LoRARequest"): ("lora_name", "lora_int_id", "lora_path"),
+}
 
 
 def describe() -> dict[str, Any]:
@@ -59,8 +76,32 @@ def describe() -> dict[str, Any]:
     if spec is None or spec.origin is None:
         versions["vllm"] = None
     else:
-        versions["quantizations"] = read_quantizations(Path(spec.origin).parent)
+        package = Path(spec.origin).parent
+        versions["quantizations"] = read_quantizations(package)
+        versions["arguments"] = sorted(name for name in read_names(package, *ENGINE_ARGUMENTS) if "." not in name)
+        versions["lacks"] = [
+            f"{place[1]}.{name}" for place, names in USED.items() for name in names if name not in read_names(package, *place)
+        ]
     return versions
+
+
+def read_names(package: Path, file: str, name: str) -> "set[str]":
+    """Return the fields and methods of a class, and the parameters of its methods as METHOD.PARAMETER, read from its source.
+
+    Return nothing if the class is not found."""
+    try:
+        tree = ast.parse((package / file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names: set[str] = set()
+    for node in (part for found in tree.body if isinstance(found, ast.ClassDef) and found.name == name for part in found.body):
+        if isinstance(node, ast.FunctionDef):
+            parameters = (*node.args.args, *node.args.kwonlyargs)
+            names.update((node.name, *(f"{node.name}.{parameter.arg}" for parameter in parameters)))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(ast.unparse(target) for target in targets)
+    return names
 
 
 def read_quantizations(package: Path) -> "list[str] | None":
