@@ -404,7 +404,7 @@ class GenerationWorker:
             if ticket.sequence.ending is not None:
                 del self._open_requests[ticket.id]
         if self._adapters is not None:
-            self._adapters.remove_unused(ticket.adapter for ticket in (*self.scheduler.live, *self.scheduler.waiting))
+            self._adapters.remove_unused(ticket.adapter for ticket in self.scheduler.tickets)
         return new_tokens
 
     def take_failures(self) -> list[Refused]:
@@ -438,7 +438,7 @@ class GenerationWorker:
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
-            live=len(self.scheduler.live),
+            live=len(self.scheduler.live) + len(self.scheduler.apart),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.reading),
             resident_bytes=self._resident_bytes(),
             learned=self.scheduler.estimator.learned,
