@@ -25,9 +25,9 @@ from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.run import activate
 from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
-from upshift.inference.tokenizer import load_tokenizer
+from upshift.inference.tokenizer import load_tokenizer, panics_as_errors
 from upshift.serving.engine.admission import smooth
-from upshift.serving.engine.tokenization import check_token_ids, panics_as_errors, token_replies
+from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,

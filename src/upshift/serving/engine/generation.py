@@ -22,6 +22,7 @@ from upshift.inference.generation.media import ProcessedPrompts, has_media
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
@@ -343,28 +344,33 @@ class GenerationWorker:
             self._open_requests.pop(message.id, None)
             return None
         try:
-            sequence = self._make_sequence(message, prompt)
-            adapter = self._find_adapter(message.adapter)
+            with panics_as_errors():
+                sequence = self._make_sequence(message, prompt)
+                adapter = self._find_adapter(message.adapter)
+                arrival = time.perf_counter() if message.arrival is None else message.arrival
+                ticket = Ticket(message.id, sequence, arrival, is_conversation=is_chat(message.prompt), top=message.top)
+                ticket.prompt_top = message.prompt_top
+                ticket.adapter = adapter
+                opened = self._open_request(message, ticket)
+                refused = self.scheduler.add(ticket)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        arrival = time.perf_counter() if message.arrival is None else message.arrival
-        ticket = Ticket(message.id, sequence, arrival, is_conversation=is_chat(message.prompt), top=message.top)
-        ticket.prompt_top = message.prompt_top
-        ticket.adapter = adapter
-        refused = self.scheduler.add(ticket)
         if refused is None:
-            calls = self._open_calls(message)
-            reasoning = self._open_reasoning(message, sequence.prompt)
-            markers = "" if calls is None else self._tools.markers
-            markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
-            decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
-            stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
-            unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
-            token_bytes = self._grammars.token_bytes
-            self._open_requests[message.id] = OpenRequest(
-                ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids
-            )
+            self._open_requests[message.id] = opened
         return refused
+
+    def _open_request(self, message: Generate, ticket: Ticket) -> OpenRequest:
+        """Return what turns the tokens of a request into its answer."""
+        sequence = ticket.sequence
+        calls = self._open_calls(message)
+        reasoning = self._open_reasoning(message, sequence.prompt)
+        markers = "" if calls is None else self._tools.markers
+        markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
+        decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
+        stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
+        unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
+        token_bytes = self._grammars.token_bytes
+        return OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids)
 
     def _find_adapter(self, name: str | None) -> str | None:
         """Return the key of an adapter. Raise RequestError for an unknown name."""

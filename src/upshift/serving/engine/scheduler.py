@@ -17,6 +17,7 @@ import numpy as np
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.serving.engine.admission import RequestQueue, Ticket
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
@@ -194,7 +195,8 @@ class Scheduler(RequestQueue[Decoder]):
         if self.live and not work.rows.done():
             return None
         try:
-            computed = work.rows.result()
+            with panics_as_errors():
+                computed = work.rows.result()
         except Exception as error:  # from these requests' own pictures
             self.failed += [(ticket, error) for ticket in self._end_apart()]
             return None
@@ -204,7 +206,8 @@ class Scheduler(RequestQueue[Decoder]):
         """Compute the next chunk of the prompts apart. Return the requests with their logits after the last one."""
         start = self.clock()
         try:
-            computed = next(work.chunks)
+            with panics_as_errors():
+                computed = next(work.chunks)
         except Exception as error:  # from these prompts, such as a lack of memory: the rows are as they were
             self.failed += [(ticket, error) for ticket in self._end_apart()]
             return NO_PASS
@@ -244,7 +247,8 @@ class Scheduler(RequestQueue[Decoder]):
         chosen = []
         for ticket, row, likeliest in zip(tickets, logits, logits.argmax(1).tolist(), strict=True):
             try:
-                token = self._choose_token(ticket, row, likeliest)
+                with panics_as_errors():
+                    token = self._choose_token(ticket, row, likeliest)
             except Exception as error:  # from the request's own options, or from its logits
                 self.failed.append((ticket, error))
             else:
