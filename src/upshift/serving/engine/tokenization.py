@@ -81,14 +81,16 @@ class PromptReader:
         messages = template_reasoning(prompt, form)
         has_parts = self.template.takes_parts or has_media(messages)
 
-        def read(chat: list[dict[str, Any]], offered: Any) -> list[int]:
+        def read(chat: list[dict[str, Any]], offered: Any, variables: dict[str, Any]) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
             if offered is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
                 return self._prompts.tokenize([chat])[0]
             return self.template.tokenize(chat, offered, variables, ending=template.ending)
 
         offered = None if tools is None else json.loads(tools)
-        return read(messages, offered) if self._allow_special else read_as_text(messages, offered, tokenizer, read)
+        if self._allow_special:
+            return read(messages, offered, variables)
+        return read_as_text(messages, offered, tokenizer, read, variables)
 
 
 def token_replies(
