@@ -453,7 +453,9 @@ class Server:
 
     def name_model(self, request: NamedRequest) -> NamedRequest:
         """Return a request with the name of its model. Without a name, there must be one model, which is meant."""
-        return request.model_copy(update={"model": self._choose_model(request.model or None)})
+        named: Any = request.model_copy(update={"model": self._choose_model(request.model or None)})
+        result: NamedRequest = named
+        return result
 
     def check_model(self, name: str) -> None:
         if name not in self.pool.names:

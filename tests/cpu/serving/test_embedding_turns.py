@@ -38,7 +38,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> EmbeddingWorker:
 
 
 def letters(number: int, length: int) -> str:
-    return "abcdefgh"[number % 8] * length
+    return chr(ord("a") + number % 8) * length
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)

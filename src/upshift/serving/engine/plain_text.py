@@ -26,7 +26,7 @@ NEUTRAL = "\N{WORD JOINER}"  # part of no control token
 
 
 class Chat(NamedTuple):
-    """What a chat template gets: messages, the descriptions of tools or None, and the variables of the request."""
+    """The input of a chat template: messages, the descriptions of tools or None, and the variables of the request."""
 
     messages: list[dict[str, Any]]
     tools: Any
@@ -121,7 +121,7 @@ class Joints:
         """Return the indices of the characters whose replacement keeps a text from becoming a part of a control token."""
         cuts = [0, *(index for match in TAGS.finditer(text) for index in match.span()), len(text)]
         found: set[int] = set()
-        for start, end in {(0, len(text)), *zip(cuts[::2], cuts[1::2], strict=True)}:
+        for start, end in [(0, len(text)), *zip(cuts[::2], cuts[1::2], strict=True)]:
             piece = text[start:end]
             start += len(piece) - len(piece.lstrip())
             found.update(start + index for index in self._find_in(piece.strip()))
