@@ -1,8 +1,10 @@
-"""Load the tokenizer of a model, list its files, and pad rows of token ids of unequal lengths to one array."""
+"""Load the tokenizer of a model, list its files, and pad rows of token ids of unequal lengths to one array. Turn panics of Rust
+code into errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,20 @@ def padded_rows(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = Fal
         ids[index, span] = row
         mask[index, span] = 1
     return ids, mask
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise RuntimeError in place of an error that is no Exception: a panic of Rust code, such as that of tokenizers.
+
+    Such a panic would end the engine, with the requests of others."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # the class of panics can be imported from nowhere
+        raise as_exception(error) from error
+
+
+def as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

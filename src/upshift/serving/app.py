@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,12 +38,14 @@ from upshift.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RequestBody,
 )
 from upshift.serving.openai_responses import Answer, Choice, TextRequest, Usage, add_prompt, error_event, merge_choices
 from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.batch_addresses import add_batch_addresses
+from upshift.serving.protocols.embeddings import CohereEmbedRequest, TeiEmbedRequest
 from upshift.serving.protocols.responses_addresses import ResponsesAddresses
 from upshift.serving.protocols.responses_requests import ResponsesRequest
 from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
@@ -74,6 +76,10 @@ class Site:
 
     root_path: str = ""
     origins: tuple[str, ...] = ()
+
+
+NO_ADDRESS = "Not Found"  # Starlette's words
+NamedRequest = TypeVar("NamedRequest", bound=RequestBody | MessagesPrompt)
 
 
 class ProtocolAnswer(Protocol):
@@ -140,12 +146,12 @@ class Server:
         }
 
     async def message(self, request: MessagesRequest) -> Response:
-        self.check_model(request.model)
+        request = self.name_model(request)
         chat = request.to_chat()
         return await self.answer_chat(MessageAnswer(chat), chat, "/v1/messages")
 
     async def count_tokens(self, request: MessagesPrompt) -> dict[str, int]:
-        self.check_model(request.model)
+        request = self.name_model(request)
         return {"input_tokens": await self.count_prompt(request.to_chat())}
 
     async def count_prompt(self, chat: ChatRequest) -> int:
@@ -204,7 +210,7 @@ class Server:
         return refusal
 
     async def embed(self, request: EmbeddingRequest) -> Response:
-        self.check_model(request.model)
+        request = self.name_model(request)
         async with self._load(request.model, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             vectors = await engine.vectors(Embed(texts=request.texts(), dimensions=request.dimensions))
         self.metrics.tokens.labels(request.model, "prompt").inc(vectors.tokens)
@@ -214,6 +220,19 @@ class Server:
         ]
         usage = {"prompt_tokens": vectors.tokens, "total_tokens": vectors.tokens}
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+    async def embed_for_cohere(self, request: CohereEmbedRequest) -> Response:
+        return await self._embed_texts(request)
+
+    async def embed_for_tei(self, request: TeiEmbedRequest) -> Response:
+        return await self._embed_texts(request)
+
+    async def _embed_texts(self, request: CohereEmbedRequest | TeiEmbedRequest) -> Response:
+        name = self._choose_model(request.model)
+        async with self._load(name, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            vectors = await engine.vectors(request.engine_request())
+        self.metrics.tokens.labels(name, "prompt").inc(vectors.tokens)
+        return JSONResponse(request.answer(name, vectors.rows, vectors.tokens))
 
     async def rerank(self, request: RerankRequest) -> Response:
         return await self._score(request)
@@ -335,7 +354,7 @@ class Server:
 
     async def _generate(self, request: TextRequest, path: str) -> Response:
         """Answer a request for text: at once, or as a stream of events."""
-        self.check_model(request.model)
+        request = self.name_model(request)
         request.check()
         answer = Answer(request)
         choices = self._generate_choices(request)
@@ -432,6 +451,12 @@ class Server:
         cached = usage.prompt_tokens_details.cached_tokens
         self.metrics.record_tokens(model, prompt=usage.prompt_tokens, cached=cached, answer=usage.completion_tokens)
 
+    def name_model(self, request: NamedRequest) -> NamedRequest:
+        """Return a request with the name of its model. Without a name, there must be one model, which is meant."""
+        named: Any = request.model_copy(update={"model": self._choose_model(request.model or None)})
+        result: NamedRequest = named
+        return result
+
     def check_model(self, name: str) -> None:
         if name not in self.pool.names:
             valid_names = ", ".join(self.pool.names)
@@ -525,6 +550,8 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     app.post("/v1/chat/completions", **errors)(server.chat)
     app.post("/v1/completions", **errors)(server.complete)
     app.post("/v1/embeddings", **errors)(server.embed)
+    app.post("/v2/embed", **errors)(server.embed_for_cohere)
+    app.post("/embed", **errors)(server.embed_for_tei)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         app.post(path, **errors)(server.rerank)
     for path in ("/score", "/v1/score"):
@@ -548,6 +575,8 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == NO_ADDRESS:
+        error = HTTPException(404, f"this server has no address {request.url.path[:100]!r}; GET /docs lists those that it has")
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request failed", exc_info=error)

@@ -109,7 +109,7 @@ LOGPROBS_SCHEMA: dict[str, Any] = {
 class RequestBody(CheckedBody):
     """The fields of every request of OpenAI's."""
 
-    model: str = Field(description="one of GET /v1/models")
+    model: str = Field("", description="one of GET /v1/models; may be left out if there is one")
     user: str | None = Field(None, description=NOT_KEPT)
 
 

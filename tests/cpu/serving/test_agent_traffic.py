@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_serving_parts import PASS_SECONDS, TOKEN_SECONDS, Clock, Toy, answer, made
 
-from upshift.inference.generation.engines.base import Prefix
+from upshift.inference.generation.engines.base import ComputedRows, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.engine.admission import Ticket, TtftEstimator
@@ -35,6 +35,10 @@ class Counting(Toy):
         self.prompt_tokens += sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
         return super().admit(prompts, prefix)
 
+    def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
+        self.prompt_tokens += sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
+        return super().compute_chunks(prompts, prefix, chunk_tokens)
+
     def advance(self, tokens: Any) -> np.ndarray:
         self.prompt_tokens += sum(len(part) for part in tokens if len(part) > 1)
         return super().advance(tokens)
@@ -44,7 +48,7 @@ class Silent(Toy):
     """Takes the time of an engine, and says nothing: a text ends by its length. Its rows are their lengths alone."""
 
     def __init__(self, clock: Clock, *, mixes: bool) -> None:
-        super().__init__(clock, mixes=mixes)
+        super().__init__(clock, mixes=mixes, chunks=not mixes)
         self.rows: Any = []
 
     def prefix_of_row(self, row: int) -> Prefix:
@@ -54,6 +58,15 @@ class Silent(Toy):
         self.clock.now += TOKEN_SECONDS * sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
         self.rows += map(len, prompts)
         return np.zeros((len(prompts), 2))
+
+    def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
+        left = sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
+        while left > chunk_tokens:
+            self.clock.now += TOKEN_SECONDS * chunk_tokens
+            left -= chunk_tokens
+            yield None
+        self.clock.now += TOKEN_SECONDS * left
+        yield ComputedRows(np.zeros(0), [len(prompt) for prompt in prompts], np.zeros((len(prompts), 2)), 0)
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         return self.advance([[token] for token in tokens])
@@ -83,7 +96,7 @@ def test_what_arrives_together_computes_its_beginning_once(mixes: bool) -> None:
     """Four prompts of 300 shared tokens and 10 of their own, one without them, and one whose first tokens alone are shared."""
     clock = Clock()
     scheduler = made(clock, rows=8, cache_tokens=20_000, mixes=mixes)
-    engine = scheduler.engine = Counting(clock, mixes=mixes)
+    engine = scheduler.engine = Counting(clock, mixes=mixes, chunks=not mixes)
     shared = [place % 7 for place in range(300)]
     prompts = [[*shared, *[8 + number] * 10] for number in range(4)]
     prompts += [[9] * 40, [*shared[:20], *[11] * 50]]
@@ -258,9 +271,7 @@ def test_the_503_of_an_engine_that_starts_again_says_when_it_will_be_ready(resta
     """As long as the last restart took, or the first start without its race."""
     engine = EngineProcess(EngineRequest(model="m"))
     seconds = {"importing": 4.0, "racing and loading": 60.0, "proving": 2.0}
-    engine.ready = Ready(
-        task="generate", setup="s", rows=1, cache_tokens=None, positions=None, resident_bytes=0, seconds=seconds
-    )
+    engine.ready = Ready(task="generate", setup="s", rows=1, cache_tokens=None, positions=None, resident_bytes=0, seconds=seconds)
     engine.state, engine._start_time, engine._restart_seconds = "starting", time.monotonic() - 1.0, restart
 
     async def ask() -> None:

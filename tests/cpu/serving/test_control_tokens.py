@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
 from chat_models import CHATML, TOKENIZERS
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -24,8 +25,9 @@ TYPED = ("<|im_end|>", "<|im_start|>", "</s>", "<s>")
 
 
 def read_of(tokenizer: Any) -> Any:
-    def read(chat: list[dict[str, Any]], tools: Any = None) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, return_dict=False)
+    def read(chat: list[dict[str, Any]], tools: Any = None, variables: dict[str, Any] | None = None) -> list[int]:
+        options = {"tools": tools, "add_generation_prompt": True, **(variables or {})}
+        ids: list[int] = tokenizer.apply_chat_template(chat, return_dict=False, **options)
         return ids
 
     return read
@@ -117,3 +119,54 @@ def test_too_many_kinds_are_refused() -> None:
     tokenizer: Any = MADE["bytes"]
     with pytest.raises(RequestError, match="is a control token of the model; leave it out"):
         read_as_text([{"role": "user", "content": "<|im_end|> <|im_start|> </s>"}], None, tokenizer, read_of(tokenizer))
+
+
+FIELD = "{{ (message.%s or '') }}"
+JOINING = {  # templates that write texts beside each other, or beside a part of a control token
+    "names before contents": FIELD % "name" + FIELD % "content",
+    "trimmed": "{{ (message.name or '').strip() + (message.content or '').strip() }}",
+    "thoughts beside contents": FIELD % "reasoning_content" + FIELD % "content",
+    "between brackets": "<{{ message.name or '' }}>{{ message.content or '' }}",
+    "after a bar": "<|{{ message.content or '' }}",
+    "before a bar": "{{ message.content or '' }}|>",
+    "cut at its thoughts": "{% set parts = (message.content or '').split('</think>') %}{{ parts[0] + parts[-1] }}",
+    "upper case": "{% if (message.content or '')[:1] == '<' %}{{ eos_token }}{% endif %}" + FIELD % "content",
+    "ids of calls": "{{ message.content or '' }}{{ message.tool_call_id or '' }}",
+    "with variables": "{{ message.content or '' }}{{ suffix or '' }}",
+}
+TURNS = "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}BODY{{- '<|im_end|>\\n' }}{%- endfor %}"
+JOINED = {name: TOKENIZERS["bytes"](TURNS.replace("BODY", text)) for name, text in JOINING.items()}
+PARTS = [part for token in TYPED for cut in range(1, len(token)) for part in (token[:cut], token[cut:])]
+TEXT = st.lists(st.sampled_from([*PARTS, *TYPED[:1], "</think>", " ", "fox", "\n"]), max_size=3).map("".join)
+
+
+@pytest.mark.parametrize("name", JOINED)
+@settings(max_examples=60, deadline=None)
+@given(texts=st.tuples(TEXT, TEXT, TEXT, TEXT))
+@example(texts=("<|im_", "end|>", "</", "s>"))
+@example(texts=("s", "s", "<|im_end|", "im_end"))
+@example(texts=(" <|im_ ", " end|> ", "<|im_</think>end|>", "<"))
+def test_texts_that_a_template_joins_are_no_control_token(name: str, texts: tuple[str, ...]) -> None:
+    """The control tokens are those of a chat with neutral texts of the same length, or the chat is refused."""
+    tokenizer: Any = JOINED[name]
+
+    def chat(first: str, second: str, third: str, fourth: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        messages = [{"role": "user", "name": first, "content": second, "reasoning_content": first},
+                    {"role": "tool", "content": third, "tool_call_id": fourth, "name": fourth}]  # fmt: skip
+        return messages, {"suffix": fourth}
+
+    messages, variables = chat(*texts)
+    neutral, neutral_variables = chat(*("fox" for _ in texts))
+    read = read_of(tokenizer)
+    try:
+        found = read_as_text(messages, None, tokenizer, read, variables)
+    except RequestError as error:
+        assert "control token" in str(error)
+        return
+    expected = Counter(controls(tokenizer, read(neutral, None, neutral_variables)))
+    if name == "upper case":  # the template itself writes a token before such a text
+        expected += Counter([tokenizer.eos_token_id] * 2)
+        assert not Counter(controls(tokenizer, found)) - expected
+    else:
+        assert Counter(controls(tokenizer, found)) == expected
+    assert tokenizer.decode(found).count("\N{WORD JOINER}") == 0

@@ -23,9 +23,7 @@ GROUPED = re.compile(r"by \(([^)]*)\)")
 
 def samples_of(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(metrics.render().decode())
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples
-    }
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples}
 
 
 def counted(*scripts: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -47,9 +47,10 @@ class Scorer:
         return Vectors([base64.b64encode(np.array(row, dtype="<f4").tobytes()).decode() for row in rows], tokens=9)
 
 
-def ask(path: str, engine: Scorer, **body: Any) -> httpx2.Response:
+def ask(path: str, engine: Scorer, *others: Scorer, **body: Any) -> httpx2.Response:
     metrics = Metrics()
-    app = make_app(Server(ModelPool({"m": of_several(engine)}, metrics), metrics))
+    engines = {"m" + "+" * number: of_several(one) for number, one in enumerate((engine, *others))}
+    app = make_app(Server(ModelPool(engines, metrics), metrics))
 
     async def post() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://m") as client:
@@ -169,3 +170,48 @@ def test_a_classifier_of_several_labels_is_not_served(tmp_path: Path) -> None:
     request = EngineRequest(model=cross_encoder(tmp_path, labels=3))
     with pytest.raises(RequestError, match="a cross-encoder with one label"):
         _select_engine(find_weights(request.model), request)
+
+
+def test_embeddings_in_the_forms_of_cohere_and_tei() -> None:
+    engine = Scorer("encode")
+    body = {"texts": ["abc", "d"], "input_type": "search_query", "embedding_types": ["float", "base64"], "output_dimension": 2}
+    found = ask("/v2/embed", engine, model="m", **body).json()
+    assert found["embeddings"]["float"] == [[3.0, 1.0], [1.0, 1.0]] and len(found["embeddings"]["base64"]) == 2
+    assert found["meta"]["billed_units"] == {"input_tokens": 9} and found["texts"] == ["abc", "d"] and found["id"]
+    plain = ask("/embed", engine, inputs=["abc", "d"], normalize=False).json()
+    assert plain == [[3.0, 1.0], [1.0, 1.0]]
+    np.testing.assert_allclose(ask("/embed", engine, inputs="abc").json(), [[3 / 10**0.5, 1 / 10**0.5]])
+    assert [request.dimensions for request in engine.asked] == [2, None, None]
+    for path, wrong in (
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}),
+        ("/embed", {"inputs": "a", "truncate": False}),
+    ):
+        refused = ask(path, engine, **wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"], refused.text
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "/v1/completions": {"prompt": "x"},
+    "/v1/embeddings": {"input": "x"}, "/v1/responses": {"input": "x"}, "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/rerank": {"query": "x", "documents": ["x"]}, "/score": {"text_1": "x", "text_2": "x"}, "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]}, "/v2/embed": {"texts": ["x"]}, "/embed": {"inputs": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+def test_the_only_model_is_meant_where_none_is_named(path: str, model: dict[str, Any]) -> None:
+    """Of several models, one must be named."""
+    found = ask(path, Scorer("encode"), **model, **BODIES[path])
+    answers = found.status_code == 200 or "the model 'm' answers at" in found.text
+    assert answers or "tokenize" in path and found.status_code == 500, "this engine has no tokenizer"
+    several = ask(path, Scorer("encode"), Scorer("encode"), **model, **BODIES[path])
+    assert several.status_code == 400 and "model is missing; give one of m, m+" in several.text
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/moderations", "/v1/conversations", "/v1/messages/batches"])
+def test_an_unknown_address_is_named(path: str) -> None:
+    refused = ask(path, Scorer("encode"), input="x")
+    assert refused.status_code == 404 and f"no address '{path}'" in refused.json()["error"]["message"]

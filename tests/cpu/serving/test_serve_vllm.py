@@ -150,9 +150,7 @@ def test_answers_are_those_of_an_engine_that_computes_token_by_token(pretended: 
     plain = Generate(id=1, prompt="roads to every question", options={"max_new_tokens": 9, "do_sample": False})
     sizes: dict[str, Any] = {"concurrency": 2, "prompt_length": 6, "output_length": 4}
     by_token = GenerationWorker(EngineRequest(model=pretended.model, engine="torch", **sizes))
-    whole = GenerationWorker(
-        EngineRequest(model=pretended.model, engine="vllm", engine_python=str(pretended.python), **sizes)
-    )
+    whole = GenerationWorker(EngineRequest(model=pretended.model, engine="vllm", engine_python=str(pretended.python), **sizes))
     ready = [worker.prepare() for worker in (by_token, whole)]
     assert [one.rows for one in ready] == [2, 2] and ready[1].setup == "vllm fp32" and ready[1].cache_tokens == 500
     (text, *_), *_ = run(by_token, [plain])

@@ -44,11 +44,11 @@ class Remainder(NamedTuple):
         positions: np.ndarray = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -self.ids.shape[1] :]
         return positions
 
-    def chunks(self) -> Iterator[Self]:
-        """Yield the remainder in chunks of PASS_TOKENS tokens. Each chunk attends to the chunks before it (chunked
-        prefill: Sarathi, arXiv:2308.16369)."""
+    def chunks(self, chunk_tokens: int = PASS_TOKENS) -> Iterator[Self]:
+        """Yield the remainder in chunks of so many tokens. Each chunk attends to the chunks before it (chunked prefill:
+        Sarathi, arXiv:2308.16369)."""
         rows, new_tokens = self.ids.shape
-        width = max(PASS_TOKENS // rows, 1)
+        width = max(chunk_tokens // rows, 1)
         cached_tokens = self.mask.shape[1] - new_tokens
         for start in range(0, new_tokens, width):
             end = min(start + width, new_tokens)

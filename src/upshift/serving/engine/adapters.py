@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 
 from upshift.errors import RequestError
-from upshift.inference.generation.engines.base import NoExtension, Prefix
+from upshift.inference.generation.engines.base import ComputedRows, NoExtension, Prefix
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.loading.files.safetensors_header import read_header
 from upshift.loading.load import build_empty_model
@@ -69,7 +69,7 @@ def _not_for_model(source: ModelSource, folder: Path, reason: str) -> RequestErr
 
 
 class AdapterDecoder(NoExtension):
-    """The engine torch with adapters. ``assign`` names those of the rows that the next ``admit`` adds.
+    """The engine torch with adapters. ``assign`` names those of the rows that the next ``admit`` or ``compute_chunks`` adds.
 
     Each loaded adapter has a key of its own, also if its name was used before. Cached prompts are kept by these keys."""
 
@@ -85,6 +85,9 @@ class AdapterDecoder(NoExtension):
         self._numbers = itertools.count(1)
         self._rows: list[str] = []
         self._next_rows: list[str] = []
+        self._computed_rows: list[str] = []  # those of prompts that were computed in chunks, until they join the rows
+        self.prefixes = decoder.prefixes
+        self.chunks = decoder.chunks
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +130,7 @@ class AdapterDecoder(NoExtension):
             self._remove(key)
 
     def assign(self, keys: Sequence[str | None]) -> None:
-        """Name the adapters of the rows that the next ``admit`` adds. None stands for the model alone."""
+        """Name the adapters of the rows that the next ``admit`` or ``compute_chunks`` adds. None stands for the model alone."""
         self._next_rows = [key or NO_ADAPTER for key in keys]
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
@@ -137,9 +140,32 @@ class AdapterDecoder(NoExtension):
     def prefix_of_row(self, row: int) -> Prefix:
         return self._decoder.prefix_of_row(row)
 
-    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+    ) -> Iterator[ComputedRows | None]:
+        return self._compute_chunks(self._take_next_rows(prompts), self._decoder.compute_chunks(prompts, prefix, chunk_tokens))
+
+    def _compute_chunks(self, rows: list[str], chunks: Iterator[ComputedRows | None]) -> Iterator[ComputedRows | None]:
+        """Compute chunks of prompts whose rows have these adapters."""
+        computed = None
+        while computed is None:
+            self._pass(rows)
+            computed = next(chunks)
+            self._computed_rows = rows
+            yield computed
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        self._rows += self._computed_rows
+        return self._decoder.join_computed(computed)
+
+    def _take_next_rows(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the adapters of the rows that these prompts add."""
         new_rows = self._next_rows or [NO_ADAPTER] * len(prompts)
         self._next_rows = []
+        return new_rows
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        new_rows = self._take_next_rows(prompts)
         self._pass(new_rows)
         logits = self._decoder.admit(prompts, prefix)
         self._rows += new_rows

@@ -86,7 +86,7 @@ class RequestQueue(Generic[E]):
     ``cache_tokens``: tokens that the cache holds for all rows together. None: unknown.
     ``max_ttft``: promised seconds to the first token.
     ``failed``: requests for which no token could be chosen, until the caller takes them out.
-    ``apart``: the request whose prompt is computed beside the steps of the running ones, until it joins them.
+    ``apart``: the requests whose prompts are computed between or beside the steps of the running ones, until they join them.
     ``reading``: ids of the requests whose prompts a thread reads, or will read, before they are added. These prompts have
     pictures or are long. Some of the requests want token ids alone, and are never added."""
 
@@ -100,13 +100,18 @@ class RequestQueue(Generic[E]):
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
     failed: list[tuple[Ticket, Exception]] = field(default_factory=list)
-    apart: Ticket | None = None
+    apart: list[Ticket] = field(default_factory=list)
     reading: set[int] = field(default_factory=set)
     _canceled_ids: set[int] = field(default_factory=set)
 
     @property
+    def tickets(self) -> list[Ticket]:
+        """Return all requests: those that run, those whose prompts are computed, and those that wait."""
+        return [*self.live, *self.apart, *self.waiting]
+
+    @property
     def is_busy(self) -> bool:
-        return bool(self.live or self.waiting or self.apart)
+        return bool(self.tickets)
 
     @property
     def is_prefilling(self) -> bool:
@@ -160,7 +165,7 @@ class RequestQueue(Generic[E]):
                 f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
             )
             return Refused(id=id, status=429, why=message, retry_after=wait - self.max_ttft)
-        requests = len(self.live) + len(self.waiting) + len(self.reading) + (self.apart is not None)
+        requests = len(self.live) + len(self.waiting) + len(self.reading) + len(self.apart)
         if requests >= self.rows + self.max_waiting:  # a request with a free row does not wait
             message = f"{len(self.waiting) + len(self.reading):,} requests wait already"
             return Refused(id=id, status=429, why=message, retry_after=self._seconds_to_place())
@@ -196,11 +201,11 @@ class RequestQueue(Generic[E]):
     def _estimate_ttft(self, ticket: Ticket) -> float:
         """Return the estimated seconds to the first token of a new request, before the correction."""
         sequences = [live_ticket.sequence for live_ticket in self.live]
-        before = [*self.waiting] if self.apart is None else [self.apart, *self.waiting]
-        waiting_tokens = sum(waiting_ticket.uncached_tokens for waiting_ticket in before)
+        before = [*self.apart, *self.waiting]
+        own_tokens = ticket.uncached_tokens + sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
         input_bytes = sum(one.input_bytes for one in (*before, ticket))
         pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
-        prompt_tokens = ticket.uncached_tokens + waiting_tokens + pending_tokens
+        prompt_tokens = own_tokens + self._tokens_apart(own_tokens) + pending_tokens
         steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
         return (
             self.estimator.step_seconds * steps
@@ -222,6 +227,10 @@ class RequestQueue(Generic[E]):
             return None
         return CacheUse(self.cache_tokens, live, waiting, ticket.reserved_tokens)
 
+    def _tokens_apart(self, new_tokens: int) -> int:
+        """Return how many tokens of the prompts apart are computed before ``new_tokens`` tokens of waiting prompts are."""
+        return sum(ticket.uncached_tokens for ticket in self.apart)
+
     def _steps_beside(self, prompt_tokens: int) -> int:
         """Return how many steps of the other rows the tokens of prompts wait for."""
         return 0
@@ -229,7 +238,7 @@ class RequestQueue(Generic[E]):
     def cancel(self, id: int) -> None:
         """Remove a request from the queue, or from the rows before the next pass."""
         self.reading.discard(id)
-        if any(ticket.id == id for ticket in (*self.live, *([self.apart] if self.apart else []))):
+        if any(ticket.id == id for ticket in (*self.live, *self.apart)):
             self._canceled_ids.add(id)
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from upshift.inference.generation.batching import TokenLogprob
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.serving.engine.admission import Ticket
 from upshift.serving.engine.reasoning import ReasoningStream
 from upshift.serving.engine.tool_calls import CallStream, partial_length
@@ -61,16 +62,17 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
     is_last = last.ending is not None
     calls: Sequence[ToolCall] = ()
     try:
-        prompt_scores = _score_prompt(request, [token.logprob for token in tokens if token.is_of_prompt])
-        tokens = [token for token in tokens if not token.is_of_prompt]
-        reasoning, text, reasoning_tokens = _read_text(request, [token.token for token in tokens], last=is_last)
-        if request.calls is not None:
-            text, calls = request.calls.add(text, last=is_last)
-        scores = tuple(
-            _make_score(token.logprob, request.token_bytes)
-            for token in tokens
-            if token.logprob is not None and token.ending != "eos"
-        )
+        with panics_as_errors():
+            prompt_scores = _score_prompt(request, [token.logprob for token in tokens if token.is_of_prompt])
+            tokens = [token for token in tokens if not token.is_of_prompt]
+            reasoning, text, reasoning_tokens = _read_text(request, [token.token for token in tokens], last=is_last)
+            if request.calls is not None:
+                text, calls = request.calls.add(text, last=is_last)
+            scores = tuple(
+                _make_score(token.logprob, request.token_bytes)
+                for token in tokens
+                if token.logprob is not None and token.ending != "eos"
+            )
     except Exception as error:  # from the tokenizer at these tokens: the server cancels this request alone
         return Refused.from_error(ticket.id, error)
     ending: Ending | None = None

@@ -8,6 +8,7 @@ import binascii
 import inspect
 import io
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,8 @@ from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
 from upshift.loading.media_files import read_image_file
 from upshift.serving.messages import PromptEnding, TemplateOptions
+
+logger = logging.getLogger(__name__)
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
@@ -59,6 +62,7 @@ class ChatTemplate:
     def read_variables(self, options: TemplateOptions, *, reasons: bool) -> dict[str, Any]:
         """Return the variables that a request sets. Raise RequestError if the template uses one of them nowhere.
 
+        The effort is the exception: clients send it to every model, so one that has no place for it is only logged, as in vLLM.
         ``reasons`` says that the model writes its reasoning apart. Otherwise a request without reasoning needs no variable."""
         variables: dict[str, Any] = json.loads(options.variables)
         unknown_names = sorted(set(variables) - self.variables)
@@ -74,9 +78,11 @@ class ChatTemplate:
                 wants_reasoning = options.effort != "none"
         if wants_reasoning is None or (switch is None and not wants_reasoning and not reasons):
             return variables
+        if switch is None and options.thinking is None:
+            logger.warning("%s has no place in the chat template of the model, and changes nothing", EFFORT)
+            return variables
         if switch is None:
-            field = "enable_thinking" if options.thinking is not None else EFFORT
-            raise RequestError(f"{field} has no place in the chat template of the model; {self._valid_names}")
+            raise RequestError(f"enable_thinking has no place in the chat template of the model; {self._valid_names}")
         variables.setdefault(switch, wants_reasoning)
         return variables
 

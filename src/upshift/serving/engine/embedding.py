@@ -1,6 +1,7 @@
 """Encode texts, or score pairs of texts, in an engine's process.
 
-Requests that wait together are encoded together, first come, first served."""
+Requests that wait together are encoded together. A request with many texts, or with long ones, is encoded in parts, between
+which others have their turns."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,10 +25,10 @@ from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.run import activate
 from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
-from upshift.inference.tokenizer import load_tokenizer
+from upshift.inference.tokenizer import load_tokenizer, panics_as_errors
 from upshift.inference.workers.own_processes import own_bytes, watch_processes
 from upshift.serving.engine.admission import smooth
-from upshift.serving.engine.tokenization import check_token_ids, panics_as_errors, token_replies
+from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
     EXPECTED_TOKENS,
@@ -46,8 +48,46 @@ from upshift.serving.messages import (
 from upshift.value import Value
 
 MAX_BATCH_TEXTS = 512  # of several requests that are encoded together
+PART_TEXTS = 32  # of a request, before the next request has its turn
+PART_CHARACTERS = 2**16  # of these texts, unless one is longer: a tokenizer reads 1.3 MB of text in a second
+MIN_PASS_TOKENS = 4096  # that are encoded together: fewer are slower for each token
+PASS_SECONDS = 0.1  # of more tokens than that
 
-TokenizedRequest = tuple[Embed, list[list[int]]]  # a request, and the token ids of its texts
+
+@dataclass(eq=False)
+class WaitingTexts:
+    """A request, and how far it is: how many of its inputs are tokenized, and how many are answered.
+
+    ``ids`` are those of inputs that are tokenized, and not yet encoded."""
+
+    request: Embed
+    tokenized: int = 0
+    answered: int = 0
+    ids: list[list[int]] = field(default_factory=list)
+    has_failed: bool = False
+
+    @property
+    def texts_left(self) -> int:
+        return len(self.request.inputs) - self.tokenized + len(self.ids)
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether all inputs are encoded, or are in the next pass."""
+        return not self.texts_left
+
+    def take_ids(self, texts: int, tokens: int, *, takes_any: bool) -> list[list[int]]:
+        """Take the token ids of the next inputs out, as far as there is room. With ``takes_any``, the first always has room."""
+        count = 0
+        for ids in self.ids[:texts]:
+            tokens -= len(ids)
+            if tokens < 0 and (count or not takes_any):
+                break
+            count += 1
+        taken, self.ids = self.ids[:count], self.ids[count:]
+        return taken
+
+
+Part = tuple[WaitingTexts, list[list[int]]]  # a request, and the token ids of some of its texts
 
 
 def serve_embeddings(
@@ -67,8 +107,8 @@ def serve_embeddings(
                 raise message
             refusals += worker.take(message)
         send(refusals)
-        heartbeat = Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=worker.resident_bytes())
-        send([*worker.encode_waiting(), heartbeat])
+        answers = worker.encode_waiting()
+        send([*answers, Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=worker.resident_bytes())])
 
 
 class EmbeddingWorker:
@@ -87,7 +127,7 @@ class EmbeddingWorker:
             tensor_parallel=request.tensor_parallel,
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
-        self.waiting: deque[Embed] = deque()
+        self.waiting: deque[WaitingTexts] = deque()
         expected_texts = _expected_texts(request, self.encoder.tokenizer.shortest)
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
@@ -97,6 +137,7 @@ class EmbeddingWorker:
         self.encoding.rows(ids)
         warmup_seconds = time.perf_counter() - start
         self.text_seconds = warmup_seconds / len(texts)
+        self.token_seconds = warmup_seconds / max(sum(map(len, ids)), 1)
         self.ready = Ready(
             task="score" if reads_pairs else "encode",
             setup=self.encoding.setup.label(),
@@ -123,9 +164,10 @@ class EmbeddingWorker:
         if isinstance(message, Tokenize | Detokenize | DescribeTokenizer):
             return token_replies(message, self._plain_tokenizer, _refuse_chat, self.vocabulary)
         if isinstance(message, Cancel):
-            self.waiting = deque(request for request in self.waiting if request.id != message.id)
+            self.waiting = deque(waiting for waiting in self.waiting if waiting.request.id != message.id)
             return []
-        wait = self.text_seconds * sum(len(request.inputs) for request in self.waiting)
+        turns = -(-len(message.inputs) // PART_TEXTS)  # of this request, between which each of the others has one
+        wait = self.text_seconds * sum(min(waiting.texts_left, turns * PART_TEXTS) for waiting in self.waiting)
         if len(self.waiting) > self.request.max_waiting:  # one more than the limit, because the first one is encoded next
             reason = f"{len(self.waiting):,} requests wait already"
             return [Refused(id=message.id, status=429, why=reason, retry_after=wait)]
@@ -133,84 +175,132 @@ class EmbeddingWorker:
         if promised is not None and wait > promised:
             reason = f"it would wait about {wait:.1f} s, and {promised:g} s are promised; try again later"
             return [Refused(id=message.id, status=429, why=reason, retry_after=wait - promised)]
-        self.waiting.append(message)
+        self.waiting.append(WaitingTexts(message))
         return []
 
     def encode_waiting(self) -> list[Value]:
-        """Encode the first waiting requests until MAX_BATCH_TEXTS texts are reached. Return the answers."""
-        requests: list[Embed] = []
-        while self.waiting and sum(len(request.inputs) for request in requests) < MAX_BATCH_TEXTS:
-            requests.append(self.waiting.popleft())
+        """Encode the next texts of the waiting requests, which take turns. Return the answers.
+
+        The texts have at most as many tokens as a pass may have, and there is at least one. A request with more of them, or with
+        more than PART_TEXTS where others wait, goes on in the next passes."""
         answers: list[Value] = []
-        tokenized: list[TokenizedRequest] = []
-        for request in requests:
+        parts: list[Part] = []
+        texts_left = MAX_BATCH_TEXTS
+        tokens_left = self._pass_tokens
+        while self.waiting and texts_left > 0 and tokens_left > 0:
+            waiting = self.waiting.popleft()
             try:
                 with panics_as_errors():
-                    tokenized.append((request, self._tokenize(self._cut_documents(request))))
+                    self._tokenize_next(waiting)
             except Exception as error:  # from the tokenizer, at this request's texts
-                answers.append(Refused.from_error(request.id, error))
-        return answers + self._encode(tokenized)
+                answers.append(Refused.from_error(waiting.request.id, error))
+                waiting.has_failed = True
+                continue
+            ids = waiting.take_ids(texts_left, tokens_left, takes_any=not parts)
+            if ids:
+                parts.append((waiting, ids))
+            texts_left -= len(ids)
+            tokens_left -= sum(map(len, ids))
+            if not waiting.is_taken and (ids or not tokens_left):
+                self.waiting.append(waiting)
+            elif not waiting.is_taken:  # its next text is too long for what is left of this pass
+                self.waiting.appendleft(waiting)
+                break
+        parts = [(waiting, ids) for waiting, ids in parts if not waiting.has_failed]
+        return answers + self._encode(parts) if parts else answers
 
-    def _encode(self, requests: list[TokenizedRequest]) -> list[Value]:
-        """Encode all requests together. If that fails, encode each request by itself, so that a bad request fails
-        alone."""
+    @property
+    def _pass_tokens(self) -> int:
+        """Return how many tokens a pass may have, so that other requests wait PASS_SECONDS for its end."""
+        return max(MIN_PASS_TOKENS, int(PASS_SECONDS / self.token_seconds) if self.token_seconds else 0)
+
+    def _tokenize_next(self, waiting: WaitingTexts) -> None:
+        """Turn the next texts of a request into token ids, unless there are some already."""
+        if waiting.ids:
+            return
+        inputs = waiting.request.inputs
+        end = start = waiting.tokenized
+        characters = 0
+        while end < min(start + PART_TEXTS, len(inputs)) and characters < PART_CHARACTERS:
+            item = inputs[end]
+            characters += len(item) if not _is_pair(item) else sum(map(len, item))  # type: ignore[arg-type]
+            end += 1
+        waiting.ids = self._tokenize(self._cut_documents(waiting.request, start, end))
+        waiting.tokenized = end
+
+    def _encode(self, parts: list[Part]) -> list[Value]:
+        """Encode texts of all requests together. If that fails, encode those of each request by themselves, so that a bad request
+        fails alone."""
         start_time = time.perf_counter()
-        rows_of_ids = [ids for _, text_ids in requests for ids in text_ids]
+        rows_of_ids = [ids for _, text_ids in parts for ids in text_ids]
         try:
-            rows: np.ndarray = self._rows(rows_of_ids)
+            with panics_as_errors():
+                rows: np.ndarray = self._rows(rows_of_ids)
         except EngineEnded:
             raise
         except Exception as error:  # caused by one of the requests
-            if len(requests) == 1:
-                return [Refused.from_error(requests[0][0].id, error)]
-            return [answer for request in requests for answer in self._encode([request])]
-        if rows_of_ids:
-            self.text_seconds = smooth(self.text_seconds, (time.perf_counter() - start_time) / len(rows_of_ids))
+            if len(parts) > 1:
+                return [answer for part in parts for answer in self._encode([part])]
+            waiting = parts[0][0]
+            return [] if waiting.has_failed else self._fail(waiting, Refused.from_error(waiting.request.id, error))
+        seconds = time.perf_counter() - start_time
+        self.text_seconds = smooth(self.text_seconds, seconds / len(rows_of_ids))
+        self.token_seconds = smooth(self.token_seconds, seconds / max(sum(map(len, rows_of_ids)), 1))
         answers: list[Value] = []
         start = 0
-        for request, text_ids in requests:
-            answers += self._answer(request, rows[start : start + len(text_ids)], text_ids)
+        for waiting, text_ids in parts:
+            if not waiting.has_failed:
+                answers += self._answer(waiting, rows[start : start + len(text_ids)], text_ids)
             start += len(text_ids)
         return answers
+
+    def _fail(self, waiting: WaitingTexts, refused: Refused) -> list[Value]:
+        """Give up the other texts of a request. Return its refusal."""
+        waiting.has_failed = True
+        self.waiting = deque(other for other in self.waiting if other is not waiting)
+        return [refused]
 
     def _rows(self, ids: list[list[int]]) -> np.ndarray:
         """Return vectors, or the scores of pairs without their activation, which a request may leave out."""
         return self.encoding.rows(ids, raw=True) if self.reads_pairs else self.encoding.rows(ids)
 
-    def _answer(self, request: Embed, rows: np.ndarray, text_ids: list[list[int]]) -> list[Value]:
+    def _answer(self, waiting: WaitingTexts, rows: np.ndarray, text_ids: list[list[int]]) -> list[Value]:
         """Return one message per text, because a line has a maximum length. Return a refusal if a vector has numbers
         that are not finite, or if there are too few dimensions."""
+        request = waiting.request
         is_finite = np.isfinite(rows).all(1)
         if not is_finite.all():
-            index = int(is_finite.argmin())
+            index = waiting.answered + int(is_finite.argmin())
             reason = f"input {index} has no vector of finite numbers: those of the model are too large for its precision"
-            return [Refused(id=request.id, status=500, why=reason, failure="OverflowError")]
+            return self._fail(waiting, Refused(id=request.id, status=500, why=reason, failure="OverflowError"))
         if self.reads_pairs and not request.raw:
             rows = activate(rows, self.encoder.config)
         if request.dimensions is not None:
             if request.dimensions > rows.shape[1]:
                 reason = f"dimensions is {request.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
-                return [Refused(id=request.id, status=400, why=reason)]
+                return self._fail(waiting, Refused(id=request.id, status=400, why=reason))
             rows = shorten(rows, request.dimensions, normalize=self.encoder.config.normalize)
         vectors: list[Value] = []
-        for index, (row, ids) in enumerate(zip(rows, text_ids, strict=True)):
+        for row, ids in zip(rows, text_ids, strict=True):
+            waiting.answered += 1
             encoded = base64.b64encode(row.astype("<f4").tobytes()).decode()
-            vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
+            is_last = waiting.answered == len(request.inputs)
+            vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=is_last))
         return vectors
 
-    def _cut_documents(self, request: Embed) -> Sequence[Any]:
-        """Return the inputs of a request, whose documents have at most as many tokens as it allows."""
+    def _cut_documents(self, request: Embed, start: int, end: int) -> Sequence[Any]:
+        """Return these inputs of a request, whose documents have at most as many tokens as it allows."""
         limit = request.max_document_tokens
         if limit is None:
-            return request.inputs
+            return request.inputs[start:end]
 
         def cut(text: Any) -> Any:
             ids = self._plain_tokenizer(text, add_special_tokens=False).input_ids
             return text if len(ids) <= limit else self._plain_tokenizer.decode(ids[:limit])
 
         if request.pairs:
-            return [(first, cut(second)) for first, second in request.pairs]
-        return [*request.texts[:1], *map(cut, request.texts[1:])]
+            return [(first, cut(second)) for first, second in request.pairs[start:end]]
+        return [cut(text) if index else text for index, text in enumerate(request.texts[start:end], start=start)]
 
     def _tokenize(self, texts: Sequence[Any]) -> list[list[int]]:
         """Return the token ids of texts or pairs. Token ids are taken as they are, and are not cut as a text is."""

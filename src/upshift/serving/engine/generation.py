@@ -20,6 +20,7 @@ from upshift.inference.generation.media import ProcessedPrompts, has_media
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.inference.workers.own_processes import own_bytes, watch_processes
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.models.generation_config import LENGTHS
@@ -348,28 +349,33 @@ class GenerationWorker:
             self._open_requests.pop(message.id, None)
             return None
         try:
-            sequence = self._make_sequence(message, prompt)
-            adapter = self._find_adapter(message.adapter)
+            with panics_as_errors():
+                sequence = self._make_sequence(message, prompt)
+                adapter = self._find_adapter(message.adapter)
+                arrival = time.perf_counter() if message.arrival is None else message.arrival
+                ticket = Ticket(message.id, sequence, arrival, is_conversation=is_chat(message.prompt), top=message.top)
+                ticket.prompt_top = message.prompt_top
+                ticket.adapter = adapter
+                opened = self._open_request(message, ticket)
+                refused = self.scheduler.add(ticket)
         except Exception as error:  # from the request's own template, text or options
             return Refused.from_error(message.id, error)
-        arrival = time.perf_counter() if message.arrival is None else message.arrival
-        ticket = Ticket(message.id, sequence, arrival, is_conversation=is_chat(message.prompt), top=message.top)
-        ticket.prompt_top = message.prompt_top
-        ticket.adapter = adapter
-        refused = self.scheduler.add(ticket)
         if refused is None:
-            calls = self._open_calls(message)
-            reasoning = self._open_reasoning(message, sequence.prompt)
-            markers = "" if calls is None else self._tools.markers
-            markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
-            decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
-            stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
-            unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
-            token_bytes = self._grammars.token_bytes
-            self._open_requests[message.id] = OpenRequest(
-                ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids
-            )
+            self._open_requests[message.id] = opened
         return refused
+
+    def _open_request(self, message: Generate, ticket: Ticket) -> OpenRequest:
+        """Return what turns the tokens of a request into its answer."""
+        sequence = ticket.sequence
+        calls = self._open_calls(message)
+        reasoning = self._open_reasoning(message, sequence.prompt)
+        markers = "" if calls is None else self._tools.markers
+        markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
+        decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
+        stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
+        unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
+        token_bytes = self._grammars.token_bytes
+        return OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids)
 
     def _find_adapter(self, name: str | None) -> str | None:
         """Return the key of an adapter. Raise RequestError for an unknown name."""
@@ -409,7 +415,7 @@ class GenerationWorker:
             if ticket.sequence.ending is not None:
                 del self._open_requests[ticket.id]
         if self._adapters is not None:
-            self._adapters.remove_unused(ticket.adapter for ticket in (*self.scheduler.live, *self.scheduler.waiting))
+            self._adapters.remove_unused(ticket.adapter for ticket in self.scheduler.tickets)
         return new_tokens
 
     def take_failures(self) -> list[Refused]:
@@ -441,7 +447,7 @@ class GenerationWorker:
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
-            live=len(self.scheduler.live),
+            live=len(self.scheduler.live) + len(self.scheduler.apart),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.reading),
             resident_bytes=self._resident_bytes(),
             learned=self.scheduler.estimator.learned,

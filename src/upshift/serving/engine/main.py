@@ -189,8 +189,12 @@ def hide_server(message: Value, server_texts: list[str]) -> Value:
 def write_line(message: Value) -> str:
     """Return a message as a line that the server can read.
 
-    A longer line would end the engine for all requests. In its place, the request of the message is rejected."""
-    line = message.to_json() + "\n"
+    A longer line would end the engine for all requests, and so would a text that JSON cannot hold. In its place, the request of
+    the message is rejected."""
+    try:
+        line = message.to_json() + "\n"
+    except ValueError as error:  # pydantic's kind for a text that is no Unicode
+        return Refused.from_error(getattr(message, "id", 0), error).to_json() + "\n"
     if len(line.encode()) <= MAX_LINE_BYTES:
         return line
     assert not isinstance(message, Ready | Failed | Heartbeat), "these have no text of a client"

@@ -1,14 +1,19 @@
 """Keep the texts of messages from becoming control tokens, such as the token that ends a turn.
 
 A tokenizer reads the text of a control token as that token, also where a user typed it. In its place, the chat template gets the
-text of another control token, which the chat has nowhere else. Then the id of this stand-in becomes those of plain text."""
+text of another control token, which the chat has nowhere else. Then the id of this stand-in becomes those of plain text.
+
+Two texts can also become a control token where the template joins them. A chat with such texts is read again with neutral
+characters at their borders. If it then has fewer control tokens, stand-ins take the places of these characters, too."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
@@ -16,45 +21,135 @@ from upshift.inference.generation.media import has_media
 # The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 
-Read = Callable[[list[dict[str, Any]], Any], list[int]]  # returns the token ids of a chat with its tools
+TAGS = re.compile(r"</?[A-Za-z_]+>")  # templates cut a content at such tags
+NEUTRAL = "\N{WORD JOINER}"  # part of no control token
 
 
-def read_as_text(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any, read: Read) -> list[int]:
-    """Return the token ids of a chat in which control tokens in messages and in ``tools`` are plain text.
+class Chat(NamedTuple):
+    """The input of a chat template: messages, the descriptions of tools or None, and the variables of the request."""
 
-    ``tools`` has the descriptions and schemas of tools as ``read`` takes them, or None. Raise RequestError if the tokenizer has
-    too few other control tokens to stand in for those in the texts."""
-    chat = [dict(message) for message in messages]
+    messages: list[dict[str, Any]]
+    tools: Any
+    variables: dict[str, Any]
+
+    def change(self, change: Callable[[str], str]) -> Chat:
+        """Return the chat with all texts changed that people, tools or the model write."""
+        messages = [_change_texts(message, change) for message in self.messages]
+        return Chat(messages, _change_values(self.tools, change), _change_values(self.variables, change))
+
+
+Read = Callable[[list[dict[str, Any]], Any, dict[str, Any]], list[int]]  # returns the token ids of the parts of a Chat
+
+
+def read_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any, read: Read, variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the token ids of a chat in which control tokens in messages, in ``tools`` and in ``variables`` are plain text.
+
+    This holds for texts that become a control token only where the template joins them, too. ``tools`` has the descriptions and
+    schemas of tools as ``read`` takes them, or None. Raise RequestError if the tokenizer has too few other control tokens to
+    stand in for those in the texts."""
+    chat = Chat([dict(message) for message in messages], tools, dict(variables or {}))
     control_ids = find_control_ids(tokenizer)
     if not control_ids:
-        return read(chat, tools)
-    pattern = re.compile("|".join(map(re.escape, sorted(control_ids, key=len, reverse=True))))
-    typed: list[str] = []
+        return read(*chat)
+    joints = _joints_of(tuple(control_ids))
+    texts: list[str] = []
 
-    def find(text: str) -> str:
-        typed.extend(pattern.findall(text))
+    def collect(text: str) -> str:
+        texts.append(text)
         return text
 
-    for message in chat:
-        _change_texts(message, find)
-    _change_values(tools, find)
-    if not typed:
-        return read(chat, tools)
-    if has_media(chat):  # the inputs beside its tokens, such as their kinds, are for as many tokens
-        raise RequestError(f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out")
-    written_ids = set(read(chat, tools))
-    unused = [token for token, id in control_ids.items() if id not in written_ids]
-    kinds = list(dict.fromkeys(typed))
-    if len(unused) < len(kinds):
-        raise RequestError(f"a message has the text {kinds[-1]}, which is a control token of the model; leave it out")
-    stand_ins = dict(zip(kinds, unused, strict=False))
+    chat.change(collect)
+    typed = list(dict.fromkeys(token for text in texts for token in joints.pattern.findall(text)))
+    borders = list(dict.fromkeys(text[index] for text in texts for index in joints.find(text)))
+    if not (typed or borders):
+        return read(*chat)
+    if has_media(chat.messages):  # the inputs beside its tokens, such as their kinds, are for as many tokens
+        if typed:
+            raise RequestError(
+                f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out"
+            )
+        return read(*chat)
+    written = read(*chat)
+    stand_ins = StandIns(control_ids, set(written), tokenizer)
+    found = stand_ins.read(chat, read, joints, typed, []) if typed else written
+    if not borders:
+        return found
+    apart = read(*chat.change(lambda text: joints.replace(text, dict.fromkeys(typed, NEUTRAL), dict.fromkeys(borders, NEUTRAL))))
+    known_ids = set(control_ids.values())
+    joined = Counter(id for id in found if id in known_ids) - Counter(apart)
+    return stand_ins.read(chat, read, joints, typed, borders) if joined else found
 
-    def replace(text: str) -> str:
-        return pattern.sub(lambda match: stand_ins[match[0]], text)
 
-    changed = [_change_texts(message, replace) for message in chat]
-    plain_ids = {control_ids[stand_ins[token]]: _encode_as_text(tokenizer, token, set(control_ids.values())) for token in kinds}
-    return [id for token in read(changed, _change_values(tools, replace)) for id in plain_ids.get(token, [token])]
+class StandIns(NamedTuple):
+    """The control tokens that a chat has nowhere, so that they can stand for texts. ``written_ids`` are those that it has."""
+
+    control_ids: dict[str, int]
+    written_ids: set[int]
+    tokenizer: Any
+
+    def read(self, chat: Chat, read: Read, joints: Joints, typed: list[str], borders: list[str]) -> list[int]:
+        """Return the token ids of a chat in which these control tokens, and these characters at joints, are plain text."""
+        unused = [token for token, id in self.control_ids.items() if id not in self.written_ids]
+        kinds = [*typed, *borders]
+        if len(unused) < len(kinds):
+            reason = (
+                "becomes a control token where the chat template joins texts" if borders else "is a control token of the model"
+            )
+            raise RequestError(f"a message has the text {kinds[-1]}, which {reason}; leave it out")
+        names = dict(zip(kinds, unused, strict=False))
+        own = {token: names[token] for token in typed}
+        other = {character: names[character] for character in borders}
+        changed = chat.change(lambda text: joints.replace(text, own, other))
+        known_ids = set(self.control_ids.values())
+        plain_ids = {self.control_ids[names[kind]]: _encode_as_text(self.tokenizer, kind, known_ids) for kind in kinds}
+        return [id for token in read(*changed) for id in plain_ids.get(token, [token])]
+
+
+class Joints:
+    """Finds the places where texts may become a control token with what a template writes before or after them."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
+        self._endings = {token[start:] for token in tokens for start in range(1, len(token))}
+        self._all = "\0".join(tokens)
+        self._longest = max(map(len, tokens))
+
+    def find(self, text: str) -> list[int]:
+        """Return the indices of the characters whose replacement keeps a text from becoming a part of a control token."""
+        cuts = [0, *(index for match in TAGS.finditer(text) for index in match.span()), len(text)]
+        found: set[int] = set()
+        for start, end in [(0, len(text)), *zip(cuts[::2], cuts[1::2], strict=True)]:
+            piece = text[start:end]
+            start += len(piece) - len(piece.lstrip())
+            found.update(start + index for index in self._find_in(piece.strip()))
+        return sorted(found)
+
+    def _find_in(self, piece: str) -> list[int]:
+        if not piece or self.pattern.fullmatch(piece):
+            return []
+        if piece in self._all:
+            return [0]
+        sizes = range(1, min(self._longest, len(piece)))
+        found = [len(piece) - size for size in sizes if piece[-size:] in self._beginnings][-1:]
+        return found + [size - 1 for size in sizes if piece[:size] in self._endings][-1:]
+
+    def replace(self, text: str, tokens: Mapping[str, str], characters: Mapping[str, str]) -> str:
+        """Return a text with other control tokens, and with other characters at its joints."""
+        parts = []
+        start = 0
+        for index in [*(self.find(text) if characters else []), len(text)]:
+            parts.append(self.pattern.sub(lambda match: tokens[match[0]], text[start:index]))
+            parts += [characters[text[index]]] if index < len(text) else []
+            start = index + 1
+        return "".join(parts)
+
+
+@lru_cache(maxsize=4)
+def _joints_of(tokens: tuple[str, ...]) -> Joints:
+    return Joints(tokens)
 
 
 def find_control_ids(tokenizer: Any) -> dict[str, int]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,19 +17,32 @@ import numpy as np
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.serving.engine.admission import RequestQueue, Ticket
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
 UNLIMITED_TOKENS = 65_536  # in the prompt cache, if the memory is unknown
 
+Pass = tuple[list[Ticket], np.ndarray]  # the requests that get a next token from a pass [N], and their logits [N, V]
+NO_PASS: Pass = ([], np.zeros((0, 0), dtype=np.float32))  # a pass that gives no token, or none at all
 
-class ComputingApart(NamedTuple):
-    """The computation of a prompt in another thread, by an engine, and when it began."""
 
-    decoder: ApartDecoder
+class ComputedInThread(NamedTuple):
+    """The computation of prompts in another thread, while the rows take steps. No row is admitted meanwhile."""
+
     rows: Future[ComputedRows]
-    start: float
+
+
+@dataclass
+class ComputedInChunks:
+    """The computation of prompts in chunks of ``width`` tokens. The rows take steps between them, and short prompts are
+    admitted."""
+
+    chunks: Iterator[ComputedRows | None]
+    width: int
+    left_tokens: int
+    seconds: float = 0.0
 
 
 class Admitted(NamedTuple):
@@ -49,7 +62,10 @@ class Scheduler(RequestQueue[Decoder]):
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
     assign_adapters: Callable[[Sequence[str | None]], None] = lambda adapters: None
     _prompt_cache: PromptCache = field(init=False)
-    _apart: ComputingApart | None = None
+    _apart: ComputedInThread | ComputedInChunks | None = None
+    _apart_start: float = 0.0
+    _unstepped_tokens: int = 0  # of prompts that were computed since the last step of the rows
+    _is_chunk_next: bool = True  # else a short prompt that waits goes before the next chunk
 
     def __post_init__(self) -> None:
         max_tokens = UNLIMITED_TOKENS if self.cache_tokens is None else self.cache_tokens // CACHED_PROMPT_SHARE
@@ -66,25 +82,33 @@ class Scheduler(RequestQueue[Decoder]):
         return cached_tokens if earlier is None else _shared_length(earlier.prompt_ids, ticket.prompt_ids[:-1])
 
     def _steps_beside(self, prompt_tokens: int) -> int:
-        return prompt_tokens // self.chunk_tokens if self.decoder.mixes else 0
+        return prompt_tokens // self._chunk_width if self.decoder.mixes or self.live else 0
+
+    def _tokens_apart(self, new_tokens: int) -> int:
+        work = self._apart
+        if not isinstance(work, ComputedInChunks):
+            return super()._tokens_apart(new_tokens)
+        return min(work.left_tokens, new_tokens + work.width)  # short prompts take turns with chunks
+
+    @property
+    def _chunk_width(self) -> int:
+        """Return how many tokens of prompts are computed between two steps of the rows.
+
+        A chunk of an engine that does not mix takes as long as a step where that is more, because small passes are slow."""
+        step, token = self.estimator.step_seconds, self.estimator.token_seconds
+        if self.decoder.mixes or not token:
+            return self.chunk_tokens
+        return max(self.chunk_tokens, min(int(step / token), PASS_TOKENS))
 
     def step(self) -> list[tuple[Ticket, int]]:
         """Run one pass of the engine. Return the requests that got a new token, each with its token.
 
         While a prompt is scored, the tokens of the prompt count as new ones. The first of them does not, as nothing comes before
         it."""
-        if self._canceled_ids:
-            self._keep_live([ticket for ticket in self.live if ticket.id not in self._canceled_ids])
-            self._canceled_ids &= {self.apart.id} if self.apart else set()
-        admitted: list[Admitted] = []
-        if self.apart is None and self.waiting and (not self.live or self.decoder.joins):
-            admitted = self._admit_waiting()
-        if admitted and admitted[0].ticket.has_inputs and isinstance(self.decoder, ApartDecoder):
-            self._begin_apart(admitted.pop().ticket, self.decoder)
-        joined = self._join_apart()
-        if joined is None and not (admitted or self.live):
+        self._remove_canceled()
+        tickets, logits = self._next_pass()
+        if not tickets:
             return []
-        tickets, logits = joined or self._run_pass(admitted)
         failures_before = len(self.failed)
         new_tokens = self._choose_tokens(tickets, logits)
         for ticket, _ in new_tokens:
@@ -96,35 +120,112 @@ class Scheduler(RequestQueue[Decoder]):
         self._keep_live([ticket for ticket in self.live if ticket.sequence.ending is None and ticket not in failed])
         return new_tokens
 
-    def _begin_apart(self, ticket: Ticket, decoder: ApartDecoder) -> None:
-        """Begin to compute a prompt with pictures in a thread. Meanwhile the running requests take steps; none is admitted."""
-        executor = ThreadPoolExecutor(1, "apart")
-        computed = executor.submit(decoder.compute_apart, [ticket.sequence.prompt])
-        executor.shutdown(wait=False)  # the thread ends with this work
-        self.apart = ticket
-        self._apart = ComputingApart(decoder, computed, self.clock())
+    def _remove_canceled(self) -> None:
+        """Remove canceled requests from the rows, and give up the prompts of those that are computed in chunks."""
+        if not self._canceled_ids:
+            return
+        self._keep_live([ticket for ticket in self.live if ticket.id not in self._canceled_ids])
+        if isinstance(self._apart, ComputedInChunks) and all(ticket.id in self._canceled_ids for ticket in self.apart):
+            self._end_apart()
+        self._canceled_ids &= {ticket.id for ticket in self.apart}
 
-    def _join_apart(self) -> tuple[list[Ticket], np.ndarray] | None:
-        """Make the request that was computed apart a row, and return it with its logits. Wait for it if no other request runs.
+    def _next_pass(self) -> Pass:
+        """Run the next pass: of new prompts, of a chunk of those that are computed apart, or of the running rows.
 
-        Return None if it is not ready, and for one that was canceled or whose prompt failed."""
-        ticket = self.apart
-        if ticket is None or self._apart is None or (self.live and not self._apart.rows.done()):
+        Between two steps of the rows, an engine that does not mix computes at most a chunk of prompts."""
+        if not self.live:
+            self._unstepped_tokens = 0
+        computes_prompts = self._unstepped_tokens < self._chunk_width
+        admitted = self._admit_waiting() if computes_prompts and self._may_admit else []
+        if admitted and self._is_apart(admitted):
+            self._begin_apart(admitted)
+        elif admitted:
+            self._is_chunk_next = True
+            return self._run_pass(admitted)
+        if isinstance(self._apart, ComputedInThread):
+            joined = self._join_thread(self._apart)
+            if joined is not None:
+                return joined
+        elif self._apart is not None and not self._unstepped_tokens:
+            return self._compute_chunk(self._apart)
+        return self._run_pass([]) if self.live else NO_PASS
+
+    @property
+    def _may_admit(self) -> bool:
+        if not self.waiting or isinstance(self._apart, ComputedInThread) or (self.live and not self.decoder.joins):
+            return False
+        return self._apart is None or not self._is_chunk_next
+
+    def _is_apart(self, admitted: list[Admitted]) -> bool:
+        """Return whether prompts are computed apart: those with pictures, and those that are longer than a chunk."""
+        if admitted[0].ticket.has_inputs:
+            return isinstance(self.decoder, ApartDecoder)
+        is_long = sum(new.ticket.uncached_tokens for new in admitted) > self._chunk_width
+        return is_long and (self.decoder.chunks or (bool(self.live) and isinstance(self.decoder, ApartDecoder)))
+
+    def _begin_apart(self, admitted: list[Admitted]) -> None:
+        """Begin to compute prompts in chunks, or in a thread if the engine has no chunks."""
+        self.apart = [new.ticket for new in admitted]
+        self._apart_start = self.clock()
+        prompts = _next_prompts(self.apart)
+        if isinstance(self.decoder, ApartDecoder) and not self.decoder.chunks:
+            executor = ThreadPoolExecutor(1, "apart")
+            self._apart = ComputedInThread(executor.submit(self.decoder.compute_apart, prompts))
+            executor.shutdown(wait=False)  # the thread ends with this work
+            return
+        self.assign_adapters([ticket.adapter for ticket in self.apart])
+        width = self._chunk_width
+        chunks = self.decoder.compute_chunks(prompts, admitted[0].prefix, width)
+        self._apart = ComputedInChunks(chunks, width, sum(ticket.uncached_tokens for ticket in self.apart))
+        self._is_chunk_next = True
+
+    def _end_apart(self) -> list[Ticket]:
+        """Forget the prompts that are computed apart. Return their requests."""
+        tickets = self.apart
+        if isinstance(self._apart, ComputedInChunks) and isinstance(self._apart.chunks, Generator):
+            self._apart.chunks.close()
+        self.apart = []
+        self._apart = None
+        return tickets
+
+    def _join_thread(self, work: ComputedInThread) -> Pass | None:
+        """Make the requests that a thread computed rows. Return them with their logits. Wait for them if no other request runs.
+
+        Return None if they are not ready, and if their prompts failed."""
+        if self.live and not work.rows.done():
             return None
-        decoder, rows, start = self._apart
         try:
-            computed = rows.result()
-        except Exception as error:  # from this request's own pictures
-            self.failed.append((ticket, error))
+            with panics_as_errors():
+                computed = work.rows.result()
+        except Exception as error:  # from these requests' own pictures
+            self.failed += [(ticket, error) for ticket in self._end_apart()]
             return None
-        finally:
-            self.apart = self._apart = None
-        if ticket.id in self._canceled_ids:
-            self._canceled_ids.remove(ticket.id)
-            return None
-        self.estimator.record_prompts(ticket.uncached_tokens, self.clock() - start, input_bytes=ticket.input_bytes)
-        self.live = [*self.live, ticket]
-        return [ticket], decoder.join_computed(computed)
+        return self._join_computed(computed, self.clock() - self._apart_start)
+
+    def _compute_chunk(self, work: ComputedInChunks) -> Pass:
+        """Compute the next chunk of the prompts apart. Return the requests with their logits after the last one."""
+        start = self.clock()
+        try:
+            with panics_as_errors():
+                computed = next(work.chunks)
+        except Exception as error:  # from these prompts, such as a lack of memory: the rows are as they were
+            self.failed += [(ticket, error) for ticket in self._end_apart()]
+            return NO_PASS
+        work.seconds += self.clock() - start
+        work.left_tokens = max(work.left_tokens - work.width, 0)
+        self._unstepped_tokens += work.width
+        self._is_chunk_next = False
+        return NO_PASS if computed is None else self._join_computed(computed, work.seconds)
+
+    def _join_computed(self, computed: ComputedRows, seconds: float) -> Pass:
+        """Make the requests that were computed apart rows. Return those that were not canceled, with their logits."""
+        tickets = self._end_apart()
+        prompt_tokens = sum(ticket.uncached_tokens for ticket in tickets)
+        self.estimator.record_prompts(prompt_tokens, seconds, input_bytes=sum(ticket.input_bytes for ticket in tickets))
+        self.live = [*self.live, *tickets]
+        logits = self.decoder.join_computed(computed)
+        kept = [row for row, ticket in enumerate(tickets) if ticket.id not in self._canceled_ids]
+        return [tickets[row] for row in kept], logits[kept]
 
     def _record_ending(self, ticket: Ticket) -> None:
         sequence = ticket.sequence
@@ -146,7 +247,8 @@ class Scheduler(RequestQueue[Decoder]):
         chosen = []
         for ticket, row, likeliest in zip(tickets, logits, logits.argmax(1).tolist(), strict=True):
             try:
-                token = self._choose_token(ticket, row, likeliest)
+                with panics_as_errors():
+                    token = self._choose_token(ticket, row, likeliest)
             except Exception as error:  # from the request's own options, or from its logits
                 self.failed.append((ticket, error))
             else:
@@ -165,7 +267,7 @@ class Scheduler(RequestQueue[Decoder]):
         sequence.add(token)
         return token
 
-    def _run_pass(self, admitted: list[Admitted]) -> tuple[list[Ticket], np.ndarray]:
+    def _run_pass(self, admitted: list[Admitted]) -> Pass:
         """Run one pass of the engine. Return the requests that get a next token from it, and their logits."""
         start = self.clock()
         earlier = self.live
@@ -183,14 +285,12 @@ class Scheduler(RequestQueue[Decoder]):
             tickets = [new.ticket for new in admitted]
             prompt_tokens = sum(ticket.uncached_tokens for ticket in tickets)
             prefix = admitted[0].prefix
-            prompts = [
-                [ticket.sequence.take_input()] if ticket.sequence.scores_prompt else ticket.sequence.prompt for ticket in tickets
-            ]
             self.assign_adapters([ticket.adapter for ticket in tickets])
-            logits = self.decoder.admit(prompts, *([prefix] if prefix else []))
+            logits = self.decoder.admit(_next_prompts(tickets), *([prefix] if prefix else []))
+            self._unstepped_tokens += prompt_tokens
         else:
             tickets = earlier
-            prompt_tokens = 0
+            prompt_tokens = self._unstepped_tokens = 0
             logits = self.decoder.step(np.array([ticket.sequence.take_input() for ticket in tickets], dtype=np.int64))
         seconds = self.clock() - start
         if prompt_tokens:
@@ -204,17 +304,22 @@ class Scheduler(RequestQueue[Decoder]):
     def _admit_waiting(self) -> list[Admitted]:
         """Take the waiting requests that fit now out of the queue, in their order.
 
-        An engine that does not mix takes only requests that begin with the same cached prefix."""
+        An engine that does not mix takes only requests that begin with the same cached prefix. Between chunks, and between
+        prompts that no step separates, it takes one that is short enough for what is left of a chunk."""
         admitted: list[Admitted] = []
         mixes = self.decoder.mixes
-        token_budget = PASS_TOKENS
+        token_budget = self._chunk_width if self.decoder.chunks else PASS_TOKENS
+        is_between = bool(self.apart or self._unstepped_tokens)
         if mixes:
             token_budget = self.chunk_tokens - sum(ticket.sequence.pending_tokens for ticket in self.live)
-        reserved_tokens = sum(ticket.reserved_tokens for ticket in self.live)
-        while self.waiting and len(self.live) + len(admitted) < self.rows:
+        elif is_between:
+            token_budget = self._chunk_width - self._unstepped_tokens
+        present = [*self.live, *self.apart]
+        reserved_tokens = sum(ticket.reserved_tokens for ticket in present)
+        while self.waiting and len(present) + len(admitted) < self.rows:
             ticket = self.waiting[0]
             prefix = self._find_prefix(ticket)
-            earlier = self._find_earlier(ticket, _length(prefix), [*self.live, *(new.ticket for new in admitted)])
+            earlier = self._find_earlier(ticket, _length(prefix), [*present, *(new.ticket for new in admitted)])
             if earlier is not None:
                 if not earlier.sequence.tokens:  # to wait for its prompt is sooner than to compute the same tokens beside it
                     break
@@ -224,7 +329,9 @@ class Scheduler(RequestQueue[Decoder]):
             reserved_tokens += ticket.reserved_tokens
             fits_cache = self.cache_tokens is None or reserved_tokens <= self.cache_tokens
             fits_pass = token_budget > 0 or not (mixes or admitted)
-            if not mixes and admitted:
+            if not mixes and is_between:
+                fits_pass = not admitted and not ticket.has_inputs and ticket.uncached_tokens <= token_budget
+            elif not mixes and admitted:
                 is_alone = ticket.has_inputs or admitted[0].ticket.has_inputs
                 is_beside = token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
                 fits_pass = is_beside and not is_alone
@@ -273,6 +380,11 @@ class Scheduler(RequestQueue[Decoder]):
             rows = [row for row, ticket in enumerate(self.live) if ticket in tickets]
             self.decoder.keep(rows)
             self.live = tickets
+
+
+def _next_prompts(tickets: list[Ticket]) -> list[Sequence[int]]:
+    """Return the prompts of requests that begin. A prompt that is scored begins with its first token alone."""
+    return [[ticket.sequence.take_input()] if ticket.sequence.scores_prompt else ticket.sequence.prompt for ticket in tickets]
 
 
 def _with_shortest_prefix(admitted: list[Admitted]) -> list[Admitted]:

@@ -14,6 +14,7 @@ from upshift.errors import JobFailed
 from upshift.inference.generation.batching import TokenLogprob
 from upshift.inference.generation.engines.text_engine import Progress, ScoredToken, TextEngine, TextRequest, check_taken
 from upshift.inference.generation.text_batches import time_texts
+from upshift.inference.tokenizer import panics_as_errors
 from upshift.serving.engine.admission import RequestQueue, Ticket
 from upshift.serving.engine.warmup import WARMUP_TOKENS, PassTimes
 
@@ -43,7 +44,8 @@ class TextScheduler(RequestQueue[TextEngine]):
                 continue
             try:
                 check_taken(progress)
-                yield from self._add_tokens(ticket, progress)
+                with panics_as_errors():
+                    yield from self._add_tokens(ticket, progress)
                 if progress.has_ended and ticket.sequence.ending is None:
                     raise JobFailed("the engine ended the answer before its time")
             except Exception as error:  # from the request's own options: it alone fails

@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from upshift.errors import RequestError
 from upshift.inference.generation.media import has_media
 from upshift.inference.generation.prompts import Prompts
+from upshift.inference.tokenizer import as_exception, panics_as_errors
 from upshift.serving.engine.plain_text import read_as_text
 from upshift.serving.engine.reasoning import (
     END_TOKENS,
@@ -40,23 +40,6 @@ from upshift.value import Value
 TOKENS_PER_MESSAGE = 2048
 CHARACTERS_PER_MESSAGE = 2**15
 LONG_CHARACTERS = 2**15  # of a prompt: a tokenizer reads 1.3 MB of text in a second, which is 25 ms
-
-
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Raise RuntimeError in place of an error that is no Exception: a panic of the tokenizer's Rust code.
-
-    Such a panic would end the engine, with the requests of others."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the class of panics can be imported from nowhere
-        raise _as_exception(error) from error
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class PromptReader:
@@ -98,14 +81,16 @@ class PromptReader:
         messages = template_reasoning(prompt, form)
         has_parts = self.template.takes_parts or has_media(messages)
 
-        def read(chat: list[dict[str, Any]], offered: Any) -> list[int]:
+        def read(chat: list[dict[str, Any]], offered: Any, variables: dict[str, Any]) -> list[int]:
             uses_tools = any(set(message) - {"role", "content"} for message in chat)
             if offered is None and not (uses_tools or variables or has_parts) and template.ending == "answer":
                 return self._prompts.tokenize([chat])[0]
             return self.template.tokenize(chat, offered, variables, ending=template.ending)
 
         offered = None if tools is None else json.loads(tools)
-        return read(messages, offered) if self._allow_special else read_as_text(messages, offered, tokenizer, read)
+        if self._allow_special:
+            return read(messages, offered, variables)
+        return read_as_text(messages, offered, tokenizer, read, variables)
 
 
 def token_replies(
@@ -253,7 +238,7 @@ class PromptThread:
             try:
                 read = self._read(request)
             except BaseException as error:  # of any type: without an answer, this client and those behind it wait for ever
-                read = _as_exception(error)
+                read = as_exception(error)
             self._put(ReadPrompt(request, read, time.perf_counter() - start))
 
 

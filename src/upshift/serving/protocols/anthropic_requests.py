@@ -139,7 +139,7 @@ class Metadata(Body):
 class MessagesPrompt(CheckedBody):
     """The fields of a request that decide its prompt."""
 
-    model: str = Field(description="one of GET /v1/models")
+    model: str = Field("", description="one of GET /v1/models; may be left out if there is one")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[TextBlock] = ""
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] = []

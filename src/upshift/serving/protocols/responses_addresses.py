@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse, Response
@@ -28,10 +28,13 @@ MAX_BACKGROUND = 256  # answers in the background at once, also those whose mode
 RETRY_SECONDS = 1.0  # one of them may end at any time
 
 
+AnyPrompt = TypeVar("AnyPrompt", bound=ResponsesPrompt)
+
+
 class ChatServer(Protocol):
     """The parts of a server that these addresses need."""
 
-    def check_model(self, name: str) -> None: ...
+    def name_model(self, request: AnyPrompt) -> AnyPrompt: ...
 
     async def answer_chat(self, answer: Any, chat: ChatRequest, path: str, on_end: Callable[[Usage], None]) -> Response: ...
 
@@ -56,7 +59,7 @@ class ResponsesAddresses:
         app.post(f"{PATH}/{{id}}/cancel", **errors)(self.cancel)
 
     async def respond(self, request: ResponsesRequest) -> Response:
-        self._server.check_model(request.model)
+        request = self._server.name_model(request)
         request.check()
         if request.background:
             self._check_background()
@@ -112,7 +115,7 @@ class ResponsesAddresses:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def count_tokens(self, request: ResponsesPrompt) -> dict[str, Any]:
-        self._server.check_model(request.model)
+        request = self._server.name_model(request)
         earlier, items = self._read_items(request)
         chat = request.to_chat([*([] if earlier is None else earlier.items), *items])
         return {"object": "response.input_tokens", "input_tokens": await self._server.count_prompt(chat)}

@@ -3,7 +3,7 @@ and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ class Decoder(Protocol):
     prefixes: bool  # rows can start from a prefix, in an engine that joins
     extends: bool  # a row can take several tokens in one pass, and can drop its last tokens
     mixes: bool  # one pass can compute prompts, or parts of them, and the next tokens of other rows
+    chunks: bool  # prompts can be computed in chunks, between which the rows take steps, in an engine that does not mix
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         """Compute a prefix apart from the rows, in an engine with prefixes."""
@@ -50,6 +51,19 @@ class Decoder(Protocol):
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         """Return logits [R, V] fp32 from tokens [R], the next token of each row."""
+        ...
+
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+    ) -> Iterator[ComputedRows | None]:
+        """Compute prompts apart from the rows, ``chunk_tokens`` of their tokens at a time, in an engine with chunks.
+
+        Yield None after each chunk, and the computed rows after the last one. Meanwhile the rows may take steps, and others may
+        be admitted. Close the iterator to give the prompts up."""
+        ...
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        """Add N computed rows after the present rows, in an engine with chunks. Return their logits [N, V] fp32."""
         ...
 
     def join(self, prefix: Prefix | None = None) -> None:
@@ -101,7 +115,21 @@ class ApartDecoder(Protocol):
         ...
 
 
-class NoMixing:
+class NoChunks:
+    """A base class of engines without chunks."""
+
+    chunks = False
+
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+    ) -> Iterator[ComputedRows | None]:
+        raise NotImplementedError
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        raise NotImplementedError
+
+
+class NoMixing(NoChunks):
     """A base class of engines that do not mix."""
 
     prefixes = True

@@ -5,17 +5,17 @@ as states, which are copied when rows are added or removed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.base import Decoder, DecoderBuild, NoExtension, Padding, Prefix
+from upshift.inference.generation.engines.base import ComputedRows, Decoder, DecoderBuild, NoExtension, Padding, Prefix
 from upshift.inference.generation.engines.openvino_paged import OpenVinoPagedDecoder, convert_to_paged
 from upshift.inference.generation.model import attends_to_all
-from upshift.inference.generation.prefix import Remainder, remaining_tokens
+from upshift.inference.generation.prefix import PASS_TOKENS, remaining_tokens
 from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make_model_file
 from upshift.inference.registry import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
@@ -105,6 +105,7 @@ class OpenVinoStatefulDecoder(NoExtension):
     """A model that keeps keys and values as its states, a cache with padding that each step copies."""
 
     joins = True
+    chunks = True
 
     def __init__(self, compiled: Any, weight_bytes: int) -> None:
         self.weight_bytes = weight_bytes
@@ -115,22 +116,33 @@ class OpenVinoStatefulDecoder(NoExtension):
         self._order = np.zeros(0, dtype=np.int32)  # rows of the states that the next step continues
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        request = self._compiled.create_infer_request()
-        self._compute_prompts(request, remaining_tokens([tokens], 0))
-        return _prefix_of(request, 0, len(tokens))
+        return _prefix_of(self._compute_whole([tokens], None).cache, 0, len(tokens))
 
     def prefix_of_row(self, row: int) -> Prefix:
         return _prefix_of(self._request, int(self._order[row]), int(self.padding.mask[row].sum()))
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        has_rows = self.padding.rows > 0
+        return self.join_computed(self._compute_whole(prompts, prefix))
+
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+    ) -> Iterator[ComputedRows | None]:
         request = self._compiled.create_infer_request()  # a request with states of fewer rows gives NaN with 8 bits
         remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
         if prefix is not None:
             for state in request.query_state():
                 state.state = _to_tensor(remainder.pad_states(prefix.states[state.name]))
-        logits = self._compute_prompts(request, remainder)
-        dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
+        order = np.arange(len(remainder.ids), dtype=np.int32)
+        for chunk in remainder.chunks(chunk_tokens):
+            logits = self._run(request, chunk.ids, chunk.mask, chunk.positions, order)
+            if chunk.mask.shape[1] < remainder.mask.shape[1]:
+                yield None
+        yield ComputedRows(remainder.mask, request, logits, 0)
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        has_rows = self.padding.rows > 0
+        request = computed.cache
+        dropped, present_padding, new_padding = self.padding.admit(computed.mask)
         if has_rows:
             new_states = {state.name: state.state.data for state in request.query_state()}
             for state in self._request.query_state():
@@ -139,7 +151,7 @@ class OpenVinoStatefulDecoder(NoExtension):
         else:
             self._request = request
         self._order = np.arange(self.padding.rows, dtype=np.int32)
-        return logits
+        return computed.logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         positions = self.padding.step()
@@ -151,12 +163,11 @@ class OpenVinoStatefulDecoder(NoExtension):
         self.padding.keep(rows)
         self._order = self._order[rows]
 
-    def _compute_prompts(self, request: Any, remainder: Remainder) -> np.ndarray:
-        """Compute prompts in chunks. Return the logits after their last tokens, [N, V]."""
-        order = np.arange(len(remainder.ids), dtype=np.int32)
-        for chunk in remainder.chunks():
-            logits = self._run(request, chunk.ids, chunk.mask, chunk.positions, order)
-        return logits
+    def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
+        """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
+        *_, computed = self.compute_chunks(prompts, prefix, PASS_TOKENS)
+        assert computed is not None, "the last chunk gives the rows"
+        return computed
 
     def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, order: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "beam_idx": order}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.generation.engines.base import Prefix
+from upshift.inference.generation.engines.base import NoChunks, Prefix
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.internals.openvino_names import PAGES
 
@@ -30,7 +30,7 @@ class Row:
         self.pages: list[int] = []
 
 
-class OpenVinoPagedDecoder:
+class OpenVinoPagedDecoder(NoChunks):
     """A model with paged attention."""
 
     joins = True

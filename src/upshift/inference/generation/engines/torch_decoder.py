@@ -4,7 +4,7 @@ recurrent states, for encoder-decoders, or with compiled layers."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from upshift.inference.generation.engines.base import ComputedRows, DecoderBuild, NoExtension, NoMixing, Padding, Prefix
 from upshift.inference.generation.media import other_inputs
 from upshift.inference.generation.model import full_cache, load_model, on_model, weight_bytes
-from upshift.inference.generation.prefix import Remainder, remaining_tokens
+from upshift.inference.generation.prefix import PASS_TOKENS, remaining_tokens
 from upshift.inference.tensor_parallel import load_part
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import COMPILE_SHAPE, DTYPES, inference_settings, layers_to_compile
@@ -46,6 +46,7 @@ class TorchDecoder(NoMixing):
 
     joins = True
     extends = True
+    chunks = True
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
@@ -68,32 +69,46 @@ class TorchDecoder(NoMixing):
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        cache = full_cache()
-        self._compute_prompts(remaining_tokens([tokens], 0), cache)
-        return _prefix_of(cache, 0, len(tokens))
+        return _prefix_of(self._compute_whole([tokens], None).cache, 0, len(tokens))
 
     def prefix_of_row(self, row: int) -> Prefix:
         return _prefix_of(self.cache, row, int(self.padding.mask[row].sum()))
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        return self.join_computed(self._compute_whole(prompts, prefix))
+
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+    ) -> Iterator[ComputedRows | None]:
+        """Compute prompts in chunks. Those beyond longrope's border are one chunk, because the first of several would be rotated
+        by other factors."""
         remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
         prefix_states = prefix.states if prefix else ()
         past = [
             torch.from_numpy(remainder.pad_states(states)).to(self.model.device, self.model.dtype) for states in prefix_states
         ]
         cache = full_cache(past)
-        logits = self._compute_prompts(remainder, cache)
+        length = remainder.mask.shape[1]
+        is_beyond = self._border is not None and length > self._border
+        for chunk in [remainder] if is_beyond else remainder.chunks(chunk_tokens):
+            logits = self._run(chunk.ids, chunk.mask, chunk.positions, cache)
+            if chunk.mask.shape[1] < length:
+                yield None
+        check_cache_filled(self.model, cache)
+        yield ComputedRows(remainder.mask, cache, logits, 0)
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
         if self.padding.rows:
-            dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
-            for layer, new in zip(self.cache.layers, cache.layers, strict=True):
+            dropped, present_padding, new_padding = self.padding.admit(computed.mask)
+            for layer, new in zip(self.cache.layers, computed.cache.layers, strict=True):
                 present_keys = _pad_left(layer.keys[:, :, dropped:], present_padding)
                 present_values = _pad_left(layer.values[:, :, dropped:], present_padding)
                 layer.keys = torch.cat([present_keys, _pad_left(new.keys, new_padding)])
                 layer.values = torch.cat([present_values, _pad_left(new.values, new_padding)])
         else:
-            self.padding.admit(remainder.mask)
-            self.cache = cache
-        return logits
+            self.padding.admit(computed.mask)
+            self.cache = computed.cache
+        return computed.logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         positions = self.padding.step()
@@ -119,15 +134,11 @@ class TorchDecoder(NoMixing):
         else:
             self.cache = self.empty_cache()
 
-    def _compute_prompts(self, remainder: Remainder, cache: Any) -> np.ndarray:
-        """Compute prompts in chunks. Return the logits after their last tokens, [N, V].
-
-        Prompts beyond longrope's border are computed in one pass, because the first chunk would be rotated by other factors."""
-        is_beyond = self._border is not None and remainder.mask.shape[1] > self._border
-        for chunk in [remainder] if is_beyond else remainder.chunks():
-            logits = self._run(chunk.ids, chunk.mask, chunk.positions, cache)
-        check_cache_filled(self.model, cache)
-        return logits
+    def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
+        """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
+        *_, computed = self.compute_chunks(prompts, prefix, PASS_TOKENS)
+        assert computed is not None, "the last chunk gives the rows"
+        return computed
 
     def _run(
         self,
@@ -240,6 +251,7 @@ class TorchStatesDecoder(TorchDecoder):
 
     extends = False
     prefixes = False
+    chunks = False
 
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
