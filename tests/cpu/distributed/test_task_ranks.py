@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from image_models import COLORS, save_chat_model
+from segmenters import make_pictures, save_segmenter, write_masks
 from text_models import named, save_text_model
 
 import upshift
@@ -20,6 +21,18 @@ RATE = 1e-3
 ROWS = 4
 HELPER = Path(__file__).parents[1] / "helpers" / "task_ranks.py"
 TIMEOUT_SECONDS = 240
+
+
+def segmentation_cases(folder: Path) -> list[list[str]]:
+    """Models, data and data to evaluate on. The label images of the ranks have other numbers of pixels with a label."""
+    segmenter = save_segmenter(folder / "segformer", "segformer", "sky", "road", "car")
+    finder = save_segmenter(folder / "maskformer", "maskformer", "sky", "road", "car")
+    label_images = make_pictures(folder / "pictures", *[(40, 36), (32, 32), (30, 50), (24, 24), (48, 20)])
+    label_images[0][:20] = label_images[2][:, :8] = 255
+    data = str(write_masks(folder / "pictures", label_images[:4]))
+    held_out = write_masks(folder / "pictures", label_images).rename(folder / "pictures" / "held_out.jsonl")
+    write_masks(folder / "pictures", label_images[:4])
+    return [[str(segmenter), data, str(held_out)], [str(finder), data]]
 
 
 def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
@@ -48,6 +61,7 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
         "\n".join(json.dumps({"tokens": ["who", "is"], "tags": [*tags]}) for tags in ("AB", "BB", "AA", "BA", "AB"))
     )
     cases[0].append(str(held_out))
+    cases.extend(segmentation_cases(tmp_path))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HELPER), str(tmp_path)]
     subprocess.run([*command, json.dumps([cases, STEPS, RATE, ROWS])], check=True, timeout=TIMEOUT_SECONDS)
     of_ranks = json.loads((tmp_path / "numbers.json").read_text())

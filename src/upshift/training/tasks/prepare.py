@@ -7,7 +7,8 @@ for questions with answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +21,9 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
-from upshift.training.tasks.detection import learns_boxes, prepare_detection
+from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
+from upshift.training.tasks.images.folders import has_pairs, paired_folder
+from upshift.training.tasks.images.segmentation import find_label_column, learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
 from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
@@ -38,6 +41,7 @@ TaskKind = Literal[
     "token-classification",
     "question-answering",
     "object-detection",
+    "image-segmentation",
 ]
 MEDIA_CLASSIFICATIONS: tuple[TaskKind, ...] = ("image-classification", "audio-classification")
 SORTED_BY_LABEL: tuple[TaskKind, ...] = (*MEDIA_CLASSIFICATIONS, "text-classification")
@@ -46,6 +50,7 @@ TEXT_KINDS: Mapping[str, TextKind] = {  # by the name of --objective
     "token-classification": "token-classification",
     "question-answering": "question-answering",
 }
+SEGMENTATION: TaskKind = "image-segmentation"
 IMAGE_CLASSIFICATION = next(task for task in TASKS if task.name == "image-classification")
 
 
@@ -63,6 +68,9 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
     architecture = find_architecture(config, source.reference)
     model_class = architecture.model_class
     names = {task.name for task in tasks_of(model_class.__name__)}
+    segmenter = _find_segmenter(source, model_class, names, data, options)
+    if segmenter is not None:
+        return segmenter
     if "automatic-speech-recognition" in names:
         return TaskModel("speech-recognition", model_class)
     if IMAGE_CLASSIFICATION.name in names:
@@ -80,6 +88,35 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
             return TaskModel("image-text-to-text", model_class)
         return None
     return _find_text_task(source, architecture, data, options)
+
+
+def _find_segmenter(
+    source: ModelSource, model_class: type[PreTrainedModel], names: Collection[str], data: str, options: DataOptions
+) -> TaskModel | None:
+    """Return the task of a model that learns label images, or None for another model.
+
+    A model of images with another head, or without one, gets the head if the data has label images. Raise RequestError for a
+    segmenter whose labels have another form."""
+    if SEGMENTATION in names:
+        if not learns_label_images(model_class):
+            raise RequestError(
+                f"{source.reference!r} is a {model_class.__name__}, which learns masks in a form that Upshift does not make of "
+                "label images; give a model such as SegFormer, UperNet, MaskFormer or Mask2Former"
+            )
+        return TaskModel(SEGMENTATION, model_class)
+    task = next(task for task in TASKS if task.name == SEGMENTATION)
+    reads_images = not {IMAGE_CLASSIFICATION.name, "image-feature-extraction"}.isdisjoint(names)
+    other_class = next(find_classes(task, source.hf_config), None) if reads_images else None
+    if other_class is None or not _data_has_label_images(data, options):
+        return None
+    return TaskModel(SEGMENTATION, other_class, new_head_on=model_class.__name__)
+
+
+def _data_has_label_images(data: str, options: DataOptions) -> bool:
+    if has_pairs(Path(data)):
+        return True
+    row = _first_row(data, options)
+    return row is not None and find_label_column(row) is not None
 
 
 def _find_text_task(source: ModelSource, architecture: Architecture, data: str, options: DataOptions) -> TaskModel | None:
@@ -154,7 +191,8 @@ def prepare_task(
     _check_options(options, task.kind, sequence_length)
     if source.directory is None:
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
-    rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL)
+    read_folder = paired_folder if task.kind == SEGMENTATION else None
+    rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL, read_folder=read_folder)
     has_head = task.new_head_on is None
     if task.kind == "image-text-to-text":
         return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)
@@ -163,6 +201,8 @@ def prepare_task(
         return prepare_classification(source, rows, of_sounds=of_sounds, has_head=has_head, progress=progress)
     if task.kind == "object-detection":
         return prepare_detection(source, rows, progress=progress)
+    if task.kind == SEGMENTATION:
+        return prepare_segmentation(source, rows, task.model_class, has_head=has_head, progress=progress)
     if task.kind == "speech-recognition":
         return prepare_speech(source, rows, writes=task.model_class.can_generate(), progress=progress)
     prepare = PREPARE_TEXTS[task.kind]
