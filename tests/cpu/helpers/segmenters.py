@@ -44,6 +44,13 @@ def _dpt(names: dict[str, Any]) -> Any:
     return transformers.DPTForSemanticSegmentation(config)
 
 
+def _tipsv2(names: dict[str, Any]) -> Any:
+    sizes = {name: size for name, size in VIT.items() if "prob" not in name}
+    backbone = {"model_type": "tipsv2_vision_model", "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False, **sizes}
+    config = transformers.Tipsv2DptConfig(backbone_config=backbone, neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8, **names)
+    return transformers.Tipsv2DptForSemanticSegmentation(config)
+
+
 def _upernet(names: dict[str, Any]) -> Any:
     backbone = transformers.SwinConfig(**SWIN)
     config = transformers.UperNetConfig(
@@ -94,6 +101,8 @@ SEMANTIC = {
     "upernet": (_upernet, transformers.SegformerImageProcessorPil),
     "mobilevit": (_mobilevit, transformers.MobileViTImageProcessorPil),
 }
+if hasattr(transformers, "Tipsv2DptConfig"):  # it has no batch normalization, so rows do not change each other's results
+    SEMANTIC["tipsv2"] = (_tipsv2, transformers.DPTImageProcessorPil)
 OF_PARTS = {
     "maskformer": (_maskformer, transformers.MaskFormerImageProcessorPil),
     "mask2former": (_mask2former, transformers.Mask2FormerImageProcessorPil),
