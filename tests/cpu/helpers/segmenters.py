@@ -94,6 +94,23 @@ def _eomt(names: dict[str, Any]) -> Any:
     return transformers.EomtForUniversalSegmentation(config)
 
 
+def _oneformer(names: dict[str, Any]) -> Any:
+    sizes = {"conv_dim": 32, "mask_dim": 32, "query_dec_layers": 1, "text_encoder_width": 16, "text_encoder_num_layers": 1}
+    queries = {name: size for name, size in QUERIES.items() if name not in ("feature_size", "mask_feature_size")}
+    return transformers.OneFormerForUniversalSegmentation(
+        transformers.OneFormerConfig(backbone_config=transformers.SwinConfig(**SWIN), **sizes, **queries, **names)
+    )
+
+
+def _save_oneformer_processor(folder: Path, labels: tuple[str, ...]) -> None:
+    """Write a processor with the names of the classes, and a tokenizer for the name of the task."""
+    names = folder / "class_info.json"
+    names.write_text(json.dumps({number: {"isthing": 1, "name": name} for number, name in enumerate(labels)}))
+    pixels = transformers.OneFormerImageProcessorPil(repo_path=None, class_info_file=str(names), num_text=4, size=SIZE)
+    tokenizer = transformers.CLIPTokenizer(vocab={"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2}, merges=[])
+    transformers.OneFormerProcessor(pixels, tokenizer).save_pretrained(folder)
+
+
 SEMANTIC = {
     "segformer": (_segformer, transformers.SegformerImageProcessorPil),
     "beit": (_beit, transformers.BeitImageProcessorPil),
@@ -107,6 +124,7 @@ OF_PARTS = {
     "maskformer": (_maskformer, transformers.MaskFormerImageProcessorPil),
     "mask2former": (_mask2former, transformers.Mask2FormerImageProcessorPil),
     "eomt": (_eomt, transformers.EomtImageProcessorPil),
+    "oneformer": (_oneformer, None),
 }
 
 
@@ -116,6 +134,9 @@ def save_segmenter(folder: Path, kind: str, *labels: str, **options: Any) -> Pat
     names = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
     torch.manual_seed(0)
     build(names).save_pretrained(folder)
+    if processor is None:
+        _save_oneformer_processor(folder, labels)
+        return folder
     sizes: dict[str, Any] = {"size": SIZE}
     if kind == "mobilevit":
         sizes = {"size": {"shortest_edge": 32}, "crop_size": SIZE}

@@ -104,13 +104,16 @@ def test_losses_and_metrics_of_parts_are_those_of_a_plain_loop(
     colours = [objects_of(label_image) for label_image in label_images]
     data = write_masks(tmp_path / "data", colours)
     images = open_images(tmp_path / "data", len(SIZES))
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    reads_tasks = kind == "oneformer"
+    loader = transformers.AutoProcessor if reads_tasks else transformers.AutoImageProcessor
+    processor = loader.from_pretrained(folder)
     first = int(kind == "eomt")  # its processor takes 1 off the numbers, because it adds 0 at the edges
     classes = [{int(part): int(part - 1) // 2 + first for part in np.unique(colour[..., 1])} for colour in colours]
     inputs = dict(
         processor(
             images, segmentation_maps=[colour[..., 1] for colour in colours], instance_id_to_semantic_id=classes,
             return_tensors="pt", **({"ignore_index": 255} if first else {}),
+            **({"task_inputs": ["panoptic"] * len(images)} if reads_tasks else {}),
         )
     )  # fmt: skip
     assert [len(each) for each in inputs["class_labels"]] == [len(each) for each in classes]

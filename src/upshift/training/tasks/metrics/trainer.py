@@ -29,6 +29,16 @@ class TaskTrainer(Trainer):
     def __init__(self, *, metrics: TaskMetrics | None, **arguments: Any) -> None:
         super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
         self._metrics = metrics
+        inputs: Any = getattr(self.model, "main_input_name", "")
+        if isinstance(inputs, list):  # OneFormer has two, and an evaluation takes one name
+            self.model.main_input_name = inputs[0]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as a number [], which some models return as [1]."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        return (result[0].mean(), result[1]) if return_outputs else result.mean()
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
