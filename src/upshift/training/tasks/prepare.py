@@ -51,7 +51,10 @@ TEXT_KINDS: Mapping[str, TextKind] = {  # by the name of --objective
     "question-answering": "question-answering",
 }
 SEGMENTATION: TaskKind = "image-segmentation"
-IMAGE_CLASSIFICATION = next(task for task in TASKS if task.name == "image-classification")
+IMAGE_CLASSIFICATION, AUDIO_CLASSIFICATION = (
+    next(task for task in TASKS if task.name == name) for name in ("image-classification", "audio-classification")
+)
+CLASSIFICATIONS = {"image": IMAGE_CLASSIFICATION, "audio": AUDIO_CLASSIFICATION}  # by what a model reads
 
 
 class TaskModel(NamedTuple):
@@ -79,9 +82,9 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
         return TaskModel("audio-classification", model_class)
     if "object-detection" in names and learns_boxes(model_class):
         return TaskModel("object-detection", model_class)
-    classifier = _image_classifier(config)
-    if "image-feature-extraction" in names and inputs_of(model_class) == ("image",) and classifier is not None:
-        return TaskModel("image-classification", classifier, new_head_on=model_class.__name__)
+    classifier = _classifier_on(model_class, config)
+    if classifier is not None:
+        return classifier
     if "image-text-to-text" in names and "image" in inputs_of(model_class):
         is_language_model = architecture.objective is not None
         if not is_language_model or _data_has_images(data, options):
@@ -105,8 +108,8 @@ def _find_segmenter(
             )
         return TaskModel(SEGMENTATION, model_class)
     task = next(task for task in TASKS if task.name == SEGMENTATION)
-    reads_images = not {IMAGE_CLASSIFICATION.name, "image-feature-extraction"}.isdisjoint(names)
-    other_class = next(find_classes(task, source.hf_config), None) if reads_images else None
+    may_change = inputs_of(model_class) == ("image",) and (IMAGE_CLASSIFICATION.name in names or not _is_trained(model_class))
+    other_class = next(find_classes(task, source.hf_config), None) if may_change else None
     if other_class is None or not _data_has_label_images(data, options):
         return None
     return TaskModel(SEGMENTATION, other_class, new_head_on=model_class.__name__)
@@ -161,8 +164,22 @@ def _kind_of_columns(architecture: Architecture, data: str, options: DataOptions
     return "text-classification" if has_labels and not is_text else None
 
 
-def _image_classifier(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    return next(find_classes(IMAGE_CLASSIFICATION, config), None)
+def _classifier_on(model_class: type[PreTrainedModel], config: PretrainedConfig) -> TaskModel | None:
+    """Return the classifier of images or of sounds that a model without a trained head gets, or None for another model."""
+    inputs = inputs_of(model_class)
+    task = CLASSIFICATIONS.get(inputs[0]) if len(inputs) == 1 else None
+    if task is None or _is_trained(model_class):
+        return None
+    classifier = next(find_classes(task, config), None)
+    if classifier is None:
+        return None
+    kind: TaskKind = "image-classification" if task is IMAGE_CLASSIFICATION else "audio-classification"
+    return TaskModel(kind, classifier, new_head_on=model_class.__name__)
+
+
+def _is_trained(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether a class has a head for a task that Upshift trains."""
+    return any(task.objective is not None or task.trained_on for task in tasks_of(model_class.__name__))
 
 
 def _data_has_images(data: str, options: DataOptions) -> bool:
