@@ -257,7 +257,7 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
             output_loading_info=True,
         )
     other_sizes = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
-    new_weights = {*report["missing_keys"], *other_sizes} & {name for name, _ in model.named_parameters()}
+    new_weights = {*report["missing_keys"], *other_sizes}
     below = (name for name in sorted(new_weights) if name.startswith(f"{model.base_model_prefix}."))
     lacking = next((name for name in below if "pooler" not in name), None)  # some classifiers have a pooler, and use none
     if lacking is not None:
