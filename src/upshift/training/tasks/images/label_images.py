@@ -25,7 +25,7 @@ CODES = 255  # classes or parts that one byte tells apart, beside 0
 
 
 class LabelRules(NamedTuple):
-    """How numbers of pixels become labels.
+    """Rules by which numbers of pixels become labels.
 
     Args:
         reduces: 0 is no label, and the labels begin with 1 (``do_reduce_labels``).

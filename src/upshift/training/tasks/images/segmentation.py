@@ -23,7 +23,15 @@ from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.tasks.contents import RowImage, image_of, names_image, structs_of
 from upshift.training.tasks.images.folders import names_beside
-from upshift.training.tasks.images.label_images import CODES, NO_LABEL, SEGMENTS, LabelImage, LabelRules, read_label_image
+from upshift.training.tasks.images.label_images import (
+    CATEGORIES,
+    CODES,
+    NO_LABEL,
+    SEGMENTS,
+    LabelImage,
+    LabelRules,
+    read_label_image,
+)
 from upshift.training.tasks.labels import Labels, find_labels
 from upshift.training.tasks.metrics.pixels import LABEL_IMAGES, pixel_metrics
 from upshift.training.tasks.rows import (
@@ -40,8 +48,15 @@ from upshift.training.tasks.rows import (
 
 IMAGES = ("image", "pixel_values", "file_name")
 LABEL_COLUMNS = (
-    "mask", "annotation", "label", "labels", "label_image", "segmentation_map", "segmentation", "semantic_segmentation"
-)  # fmt: skip
+    "mask",
+    "annotation",
+    "label",
+    "labels",
+    "label_image",
+    "segmentation_map",
+    "segmentation",
+    "semantic_segmentation",
+)
 EMPTY_IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
@@ -55,7 +70,7 @@ class SegmentationExample(NamedTuple):
 
 
 class Segmenter(NamedTuple):
-    """What a run makes batches with. ``finds_parts``: the model takes a mask for each part of an image."""
+    """The parts with which a run makes batches. ``finds_parts``: the model takes a mask for each part of an image."""
 
     processor: Any
     rules: LabelRules
@@ -135,8 +150,8 @@ def _ignored_label(source: ModelSource) -> int:
 
 
 def _rules_of(source: ModelSource, rows: TaskRows, pixels: Any, *, finds_parts: bool) -> LabelRules:
-    named = next((rows.class_names[f"{SEGMENTS}.{name}"] for name in ("category_id", "category", "label")
-                  if f"{SEGMENTS}.{name}" in rows.class_names), ())  # fmt: skip
+    columns = (f"{SEGMENTS}.{name}" for name in CATEGORIES)
+    named = next((rows.class_names[column] for column in columns if column in rows.class_names), ())
     return LabelRules(
         reduces=bool(getattr(pixels, "do_reduce_labels", False)),
         ignored=getattr(pixels, "ignore_index", None) if finds_parts else _ignored_label(source),
