@@ -85,7 +85,7 @@ class GivenLabels(NamedTuple):
 def read_labels(labels: Sequence[str] | None, template: str | None) -> GivenLabels | None:
     """Return the labels of the values of an option, or None if there are none.
 
-    One value has names with commas between them, or names a .txt file with one in each line. If there are several, each is one label.
+    One value has names with commas between them, or names a .txt file with one in each line. Each of several values is one label.
     Raise RequestError for an empty label or one given twice, and for a sentence without a place for a label."""
     if not labels:
         if template is not None:
