@@ -416,7 +416,8 @@ def _keep_layers(model: nn.Module, path: str, layers: nn.ModuleList, traced_laye
     parent = model.get_submodule(parent_path)
     layers_to_keep = [layers[index] for index in traced_layers]
     setattr(parent, name, nn.ModuleList(layers_to_keep))
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)}
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
     for config in configs.values():
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == num_layers:  # e.g. layer_types, one entry a layer
