@@ -55,11 +55,12 @@ Task = Annotated[
     ),
 ]  # fmt: skip
 Labels = Annotated[
-    str | None,
+    list[str] | None,
     option(
         "--labels", panel=Panel.MODEL, metavar="NAMES",
-        text="Score these labels, with commas between them, by a model of images and texts (CLIP, SigLIP), or for texts by a "
-        "model of entailment (NLI).",
+        text="Score these labels by a model of images and texts (CLIP, SigLIP), or for texts by a model of entailment (NLI). "
+        "Give names with commas between them, or a .txt file with one in each line. If you repeat the option, each value is one "
+        "label.",
     ),
 ]  # fmt: skip
 Template = Annotated[
@@ -109,7 +110,7 @@ def command(
     longest_race: float | Literal["run"] = "run" if race_seconds is None else race_seconds
     workers = WorkerOptions(replicas, on_ray)
     media_options = MediaOptions(quality, engine, longest_race, workers, overwrite, as_json)
-    if labels is not None or label_template is not None or (holds_media(texts) and output.suffix == RESULTS_SUFFIX):
+    if labels or label_template is not None or (holds_media(texts) and output.suffix == RESULTS_SUFFIX):
         refuse_options(query, task, max_latency_ms, tensor_parallel)
         predict(model, texts, output, labels, label_template, media_options)
         return

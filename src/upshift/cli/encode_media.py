@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,9 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     tables.out.print(f"{len(items):,} rows in {output} ({num_encoded:,} encoded now{rate})")
 
 
-def predict(model: str, path: Path, output: Path, labels: str | None, template: str | None, options: MediaOptions) -> None:
+def predict(
+    model: str, path: Path, output: Path, labels: Sequence[str] | None, template: str | None, options: MediaOptions
+) -> None:
     """Write the results of the model's task for the items of a folder, of JSON lines, or of a file of texts. Refuse bad items
     before the model is loaded."""
     from upshift.inference.encoding.files import check_texts

@@ -69,9 +69,12 @@ def check_sounds(items: Sequence[MediaItem], *, rate: int, longest_seconds: floa
             )
 
 
-def read_image_file(file: str | BinaryIO, *, purpose: str, header_only: bool = False, max_pixels: int | None = None) -> Any:
+def read_image_file(
+    file: str | BinaryIO, *, purpose: str, header_only: bool = False, as_stored: bool = False, max_pixels: int | None = None
+) -> Any:
     """Return an image in RGB, as Pillow reads it; with ``header_only`` its width and height in pixels.
 
+    ``as_stored``: keep the channels of the file, and the numbers of a palette.
     Raise OSError if it cannot be read, or has more than ``max_pixels``.
     ``purpose``: what the image is for. MissingExtra says it where Pillow is not installed."""
     if find_spec("PIL") is None:
@@ -82,7 +85,9 @@ def read_image_file(file: str | BinaryIO, *, purpose: str, header_only: bool = F
         with Image.open(file) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 raise OSError(f"it has more than {max_pixels:,} pixels")
-            return image.size if header_only else image.convert("RGB")
+            if header_only:
+                return image.size
+            return image.copy() if as_stored else image.convert("RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:  # of a broken PNG, and of an image that is far too large
         raise OSError(str(error)) from None
 

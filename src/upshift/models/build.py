@@ -416,15 +416,39 @@ def _keep_layers(model: nn.Module, path: str, layers: nn.ModuleList, traced_laye
     parent = model.get_submodule(parent_path)
     layers_to_keep = [layers[index] for index in traced_layers]
     setattr(parent, name, nn.ModuleList(layers_to_keep))
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)}
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
     for config in configs.values():
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == num_layers:  # e.g. layer_types, one entry a layer
                 config.__dict__[key] = [value[index] for index in traced_layers]
+        _fix_computed_lists(config, num_layers, traced_layers)
     for new_index, layer in enumerate(layers_to_keep):  # caches are addressed by layer number
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = new_index  # type: ignore[assignment]
+    for module in {id(module): module for layer in layers_to_keep for module in layer.modules()}.values():  # some are shared
+        _renumber_keys(module, num_layers, traced_layers)
+
+
+def _fix_computed_lists(config: PretrainedConfig, num_layers: int, traced_layers: tuple[int, ...]) -> None:
+    """Cut the lists with one entry a layer that the config's class computes from other fields, as Jamba's ``layer_types``."""
+    own_classes = type(config).__mro__[: type(config).__mro__.index(PretrainedConfig)]
+    names = {name for one in own_classes for name, value in vars(one).items() if isinstance(value, property)}
+    computed = {name: getattr(config, name, None) for name in names}
+    lists = {name: value for name, value in computed.items() if isinstance(value, list) and len(value) == num_layers}
+    if lists:
+        cut = {name: [value[index] for index in traced_layers] for name, value in lists.items()}
+        config.__class__ = type(type(config).__name__, (type(config),), cut)
+
+
+def _renumber_keys(module: nn.Module, num_layers: int, traced_layers: tuple[int, ...]) -> None:
+    """Renumber the keys of a module's dictionaries by layer number, as a block of Zamba2 has for the layers that share it."""
+    for name, value in vars(module).items():
+        is_by_layer = isinstance(value, dict) and not name.startswith("_") and value and all(type(key) is int for key in value)
+        if is_by_layer and max(value) < num_layers:
+            kept = {index: value[old] for index, old in enumerate(traced_layers) if old in value}
+            module.__dict__[name] = kept
 
 
 def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, sequence: int, masked: bool) -> dict[str, Any]:

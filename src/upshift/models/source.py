@@ -374,10 +374,20 @@ def with_adapter_head(source: ModelSource, adapter: Path) -> ModelSource:
         return source
     document = _read_json(adapter / HEAD_FILE)
     head = {name: document[name] for name in HEAD_FIELDS if name in document}
-    old_class, *_ = source.config.get("architectures") or [None]
+    old_class = _class_of_files(source)
     has_other_class = old_class not in head.get("architectures", [old_class])
     has_other_head = has_other_class or _num_labels(head) != _num_labels(source.config)
     return source.changed(config=source.config | head, new_head_on=old_class if has_other_head else None)
+
+
+def _class_of_files(source: ModelSource) -> str:
+    """Return the name of the class of a model's files: that of the config, or else the one that every command assumes."""
+    named = source.config.get("architectures")
+    if named:
+        return str(named[0])
+    from upshift.models.build import find_architecture  # it imports torch
+
+    return find_architecture(source.hf_config, source.reference).model_class.__name__
 
 
 def _num_labels(config: dict[str, Any]) -> int:

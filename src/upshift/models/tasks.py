@@ -170,6 +170,7 @@ TASKS = (
         "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
         "AutoImageProcessor",
         "mask",
+        trained_on="images with label images",
         predicts="own labels",
     ),
     ModelTask(
@@ -178,6 +179,7 @@ TASKS = (
         "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
         "AutoImageProcessor",
         "mask",
+        trained_on="images with label images",
         predicts="own labels",
     ),
     ModelTask(

@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from detectors import save_detector
 from image_models import COLORS, save_chat_model
+from segmenters import SEMANTIC, make_pictures, save_segmenter, write_masks
 from text_models import named, save_text_model
 from warm_scripts import WarmScripts
 
@@ -19,6 +21,32 @@ RATE = 1e-3
 ROWS = 4
 HELPER = Path(__file__).parents[1] / "helpers" / "task_ranks.py"
 TIMEOUT_SECONDS = 240
+
+
+def segmentation_cases(folder: Path) -> list[list[str]]:
+    """Models, data and data to evaluate on. The label images of the ranks have other numbers of pixels with a label."""
+    sizes = [(40, 36), (32, 32), (30, 50), (24, 24), (48, 20)]
+    segmenter = save_segmenter(folder / "tipsv2", "tipsv2", "sky", "road", "car")
+    label_images = make_pictures(folder / "pictures", *sizes)
+    label_images[0][:20] = label_images[2][:, :8] = 255
+    held_out = write_masks(folder / "pictures", label_images).rename(folder / "pictures" / "held_out.jsonl")
+    data = write_masks(folder / "pictures", label_images[:4])
+    finder = save_segmenter(folder / "maskformer", "maskformer", "sky", "road", "car")
+    label_images = make_pictures(folder / "parts", *sizes[:4])
+    for label_image in label_images:  # as many parts in each: the loss of classes is a mean of a rank's own
+        label_image[:8] = 2
+        label_image[-8:] = 1
+        label_image[12:16] = 0
+    return [[str(segmenter), str(data), str(held_out)], [str(finder), str(write_masks(folder / "parts", label_images))]]
+
+
+def detection_case(folder: Path) -> list[str]:
+    """A detector, and images that have two boxes each."""
+    make_pictures(folder / "boxes", *[(40, 36)] * 4)
+    boxes = {"bbox": [[1, 2, 10, 12], [20, 4, 9, 30]], "category": ["cat", "dog"]}
+    file = folder / "boxes" / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"image": f"{number}.png", "objects": boxes}) for number in range(4)))
+    return [str(save_detector(folder / "yolos", "yolos", "cat", "dog")), str(file)]
 
 
 def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_scripts: WarmScripts) -> None:
@@ -47,6 +75,9 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_scripts: 
         "\n".join(json.dumps({"tokens": ["who", "is"], "tags": [*tags]}) for tags in ("AB", "BB", "AA", "BA", "AB"))
     )
     cases[0].append(str(held_out))
+    cases.append(detection_case(tmp_path))
+    if "tipsv2" in SEMANTIC:
+        cases.extend(segmentation_cases(tmp_path))
     ended = warm_scripts.run(HELPER, tmp_path, json.dumps([cases, STEPS, RATE, ROWS]), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     of_ranks = json.loads((tmp_path / "numbers.json").read_text())

@@ -173,16 +173,29 @@ def save_nli(folder: Path, *labels: str) -> Path:
     return folder
 
 
-def test_texts_are_scored_for_labels_by_a_model_of_entailment(tmp_path: Path, upshift: Command) -> None:
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        (["good, bad,rome"], ["good", "bad", "rome"]),
+        (["good, or fair", "bad"], ["good, or fair", "bad"]),
+        (["labels.txt"], ["good, or fair", "bad", "rome"]),
+    ],
+)
+def test_texts_are_scored_for_labels_by_a_model_of_entailment(
+    options: list[str], labels: list[str], tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("labels.txt").write_text("good, or fair\r\nbad\n\nrome")
+    given = [word for option in options for word in ("--labels", option)]
     model = save_nli(tmp_path / "model", "contradiction", "neutral", "ENTAILMENT")
     texts = ["anna lives in rome", "bob is bad .", "paris"]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     output = tmp_path / "results.jsonl"
-    answer = upshift("encode", model, "--input", tmp_path / "texts.txt", "--output", output, "--labels", "good, bad,rome")
+    answer = upshift("encode", model, "--input", tmp_path / "texts.txt", "--output", output, *given)
     assert answer.code == 0, answer.err
     pipeline = transformers.pipeline("zero-shot-classification", model=str(model), device="cpu")
     for line, text in zip(output.read_text().splitlines(), texts, strict=True):
-        expected = pipeline(text, candidate_labels=["good", "bad", "rome"])
+        expected = pipeline(text, candidate_labels=labels)
         same(json.loads(line)["result"], expected, tmp_path)
     assert len({tuple(json.loads(line)["result"]["scores"]) for line in output.read_text().splitlines()}) == 3
 
@@ -272,6 +285,8 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("classes", ["--labels", "a,b"], "is a ViTForImageClassification (image-classification), which has labels of its own; leave"),
     ("clip", ["--labels", "a,,b"], "--labels 'a,,b' has an empty label"),
     ("clip", ["--labels", "a,b,a"], "--labels 'a,b,a' has 'a' twice"),
+    ("clip", ["--labels", "none.txt"], "--labels none.txt does not exist"),
+    ("clip", ["--labels", "a", "--labels", "b.txt"], "--labels b.txt is a file, and another --labels is given"),
     ("clip", ["--labels", "a,b", "--label-template", "a photo"], "--label-template 'a photo' must have one {}"),
     ("clip", ["--labels", "a,b", "--label-template", "{} {}"], "must have one {} in the place of the label"),
     ("clip", ["--labels", "a,b", "--label-template", "{{}}"], "must have one {} in the place of the label"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -154,6 +155,21 @@ def test_losses_are_those_of_pefts_own_loop_and_go_on_from_the_adapter(tmp_path:
     with torch.no_grad():
         expected = merged(**inputs).logits.numpy()
     np.testing.assert_allclose(np.load(tmp_path / "rows.npy"), expected, atol=1e-4)
+
+
+def test_an_adapter_with_a_head_goes_on_from_a_model_whose_config_names_no_class(tmp_path: Path, upshift: Command) -> None:
+    case = CASES["texts, a pooler"]
+    model, data = save_case(case, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    del config["architectures"]
+    (model / "config.json").write_text(json.dumps(config))
+    losses = train(model, data, tmp_path / "adapter", rows=4, lora_rank=4, **case.options)
+    more = train(tmp_path / "adapter", data, tmp_path / "more", rows=4)
+    assert more[0] < losses[0] and more[0] == pytest.approx(losses[-1], rel=0.05)
+    answer = upshift("merge", tmp_path / "more", "--output", tmp_path / "merged")
+    assert answer.code == 0, answer.err
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.label2id == {label: number for number, label in enumerate(case.labels)}
 
 
 def test_a_module_that_the_model_with_its_new_head_lacks_is_named(tmp_path: Path) -> None:

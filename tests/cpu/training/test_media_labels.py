@@ -229,6 +229,19 @@ def test_losses_of_sounds_with_labels_are_those_of_a_plain_loop(tmp_path: Path) 
     assert train(tmp_path / "model", tmp_path / "labels", tmp_path / "out", rows=2) == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_model_of_sounds_without_a_head_gets_one(tmp_path: Path) -> None:
+    model, _, extractor = save_wav2vec2(tmp_path / "speech")
+    for part in (transformers.Wav2Vec2ForPreTraining(model.config), extractor):
+        part.save_pretrained(tmp_path / "model")
+    rows = [
+        {"audio": f"sounds/{file.name}", "label": label}
+        for file, label in zip(make_sounds(tmp_path / "sounds"), "ab", strict=True)
+    ]
+    train(tmp_path / "model", write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out", rows=2)
+    saved = transformers.AutoModelForAudioClassification.from_pretrained(tmp_path / "out")
+    assert saved.config.id2label == {0: "a", 1: "b"}
+
+
 def test_bad_sounds_are_named(tmp_path: Path) -> None:
     for part in save_wav2vec2(tmp_path / "model"):
         part.save_pretrained(tmp_path / "model")

@@ -5,7 +5,8 @@ The input is a folder of images and sounds, with folders in it, or JSON lines th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from upshift.inference.resumable_output import first_record, is_text, parse_obje
 from upshift.loading.media_files import IMAGE_SUFFIXES, SOUND_SUFFIXES, MediaItem, Modality, modality_of
 
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "text")
+LABELS_SUFFIX = ".txt"  # of a file with one label in each line
 TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet")  # of a file "metadata" in a folder of images or sounds
 FORMS = '{"image": "a.png"}, {"audio": "a.wav"} or {"text": "..."}'
 
@@ -80,24 +82,39 @@ class GivenLabels(NamedTuple):
     template: str | None
 
 
-def read_labels(labels: str | None, template: str | None) -> GivenLabels | None:
-    """Return the labels of an option with commas between them. Raise RequestError for an empty label or one given twice, and for
-    a sentence without a place for a label."""
-    if labels is None:
+def read_labels(labels: Sequence[str] | None, template: str | None) -> GivenLabels | None:
+    """Return the labels of the values of an option, or None if there are none.
+
+    One value has names with commas between them, or names a .txt file with one in each line. Each of several values is one label.
+    Raise RequestError for an empty label or one given twice, and for a sentence without a place for a label."""
+    if not labels:
         if template is not None:
             raise RequestError(f"--label-template {template!r} is for --labels; add them, such as --labels cat,dog")
         return None
-    names = tuple(name.strip() for name in labels.split(","))
-    if not all(names):
-        raise RequestError(f"--labels {labels!r} has an empty label; give names with commas between them, such as cat,dog")
-    twice = next((name for name in names if names.count(name) > 1), None)
+    names = tuple(name.strip() for name in _names_of(labels))
+    shown = f"--labels {' --labels '.join(map(repr, labels))}"
+    if not all(names) or not names:
+        raise RequestError(f"{shown} has an empty label; give names with commas between them, such as cat,dog")
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
-        raise RequestError(f"--labels {labels!r} has {twice!r} twice; leave one out")
+        raise RequestError(f"{shown} has {twice!r} twice; leave one out")
     if template is not None and not _takes_one_label(template):
         raise RequestError(
             f"--label-template {template!r} must have one {{}} in the place of the label: 'This is a photo of {{}}.'"
         )
     return GivenLabels(names, template)
+
+
+def _names_of(labels: Sequence[str]) -> list[str]:
+    files = [label for label in labels if label.endswith(LABELS_SUFFIX)]
+    if not files:
+        return list(labels) if len(labels) > 1 else labels[0].split(",")
+    if len(labels) > 1:
+        raise RequestError(f"--labels {files[0]} is a file, and another --labels is given; write all labels into the file")
+    if not Path(files[0]).is_file():
+        raise RequestError(f"--labels {files[0]} does not exist; write a file with one label in each line, or give cat,dog")
+    lines = read_lines(Path(files[0]), lambda line, name: line)
+    return [line for line in lines if line.strip()]
 
 
 def _takes_one_label(template: str) -> bool:

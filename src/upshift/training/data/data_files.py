@@ -42,7 +42,15 @@ UNREADABLE = {  # suffix -> advice for such a file
 }  # fmt: skip
 # Texts with marks, which a user may not expect to be learned.
 OTHER_SYNTAX = {".yaml", ".yml", ".xml", ".html", ".htm", ".psv", ".ini", ".toml"}
-METADATA_FILES = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
+METADATA_FILES = {
+    "README.md",
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dummy_data.zip",
+    "dataset_dict.json",
+    "id2label.json",
+}
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),

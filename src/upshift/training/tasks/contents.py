@@ -6,10 +6,14 @@ import base64
 import binascii
 from collections.abc import Mapping
 from io import BytesIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from upshift.errors import RequestError
-from upshift.loading.media_files import MediaItem, check_media, check_sounds, read_image_file
+from upshift.loading.media_files import MediaItem, check_media, check_sounds, modality_of, read_image_file
+from upshift.training.data.chat_rows import decode_json
 from upshift.training.tasks.rows import TaskRow
 
 DATA_URL = "data:"
@@ -22,17 +26,57 @@ class RowImage(NamedTuple):
     content: str | bytes
     place: str
 
-    def read(self, *, header_only: bool = False) -> Any:
-        """Return the image in RGB, or with ``header_only`` its width and height. Raise RequestError if it cannot be read."""
+    def read(self, *, header_only: bool = False, as_stored: bool = False) -> Any:
+        """Return the image in RGB, or with ``as_stored`` in the channels of its file.
+
+        Return its width and height with ``header_only``. Raise RequestError if it cannot be read."""
         file = self.content if isinstance(self.content, str) else BytesIO(self.content)
         try:
-            return read_image_file(file, purpose="training on images", header_only=header_only)
+            return read_image_file(file, purpose="training on images", header_only=header_only, as_stored=as_stored)
         except OSError as error:
             shown = repr(self.content) if isinstance(self.content, str) else f"of {len(self.content):,} bytes"
             reason = error.strerror or "it is no image that Pillow knows"
             raise RequestError(
                 f"{self.place} has the image {shown}, which cannot be read ({reason}); replace it, or leave the row out"
             ) from None
+
+
+def names_image(value: Any) -> bool:
+    """Return whether a value of a row names an image: the path or the bytes of its file, or a data: URL."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if isinstance(value, str):
+        return value.startswith(f"{DATA_URL}image/") or modality_of(Path(value)) == "image"
+    return isinstance(value, bytes)
+
+
+def structs_of(value: Any, column: str, place: str) -> list[Mapping[str, Any]]:
+    """Return the entries of a column of structs: a list of them, a struct of lists, or JSON text of either.
+
+    Raise RequestError for other values."""
+    value = decode_json(value)
+    if isinstance(value, Mapping):
+        value = _entries_of(value, column, place)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        raise RequestError(f"{place} has {column} {value!r:.60}; give an object for each of them")
+    return value
+
+
+def _entries_of(columns: Mapping[str, Any], column: str, place: str) -> list[dict[str, Any]]:
+    lists = {name: plain(value) for name, value in columns.items()}
+    lists = {name: value for name, value in lists.items() if isinstance(value, list)}
+    lengths = {name: len(value) for name, value in lists.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{number} of {name}" for name, number in lengths.items())
+        raise RequestError(f"{place} has {column} of other numbers ({counts}); give as many of each")
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a table, with a list in place of an array."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def image_of(value: Any, row: TaskRow) -> RowImage:

@@ -7,7 +7,8 @@ for questions with answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +21,9 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
-from upshift.training.tasks.detection import learns_boxes, prepare_detection
+from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
+from upshift.training.tasks.images.folders import has_pairs, paired_folder
+from upshift.training.tasks.images.segmentation import find_label_column, learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
 from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
@@ -38,6 +41,7 @@ TaskKind = Literal[
     "token-classification",
     "question-answering",
     "object-detection",
+    "image-segmentation",
 ]
 MEDIA_CLASSIFICATIONS: tuple[TaskKind, ...] = ("image-classification", "audio-classification")
 SORTED_BY_LABEL: tuple[TaskKind, ...] = (*MEDIA_CLASSIFICATIONS, "text-classification")
@@ -46,7 +50,11 @@ TEXT_KINDS: Mapping[str, TextKind] = {  # by the name of --objective
     "token-classification": "token-classification",
     "question-answering": "question-answering",
 }
-IMAGE_CLASSIFICATION = next(task for task in TASKS if task.name == "image-classification")
+SEGMENTATION: TaskKind = "image-segmentation"
+IMAGE_CLASSIFICATION, AUDIO_CLASSIFICATION = (
+    next(task for task in TASKS if task.name == name) for name in ("image-classification", "audio-classification")
+)
+CLASSIFICATIONS = {"image": IMAGE_CLASSIFICATION, "audio": AUDIO_CLASSIFICATION}  # by what a model reads
 
 
 class TaskModel(NamedTuple):
@@ -63,6 +71,9 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
     architecture = find_architecture(config, source.reference)
     model_class = architecture.model_class
     names = {task.name for task in tasks_of(model_class.__name__)}
+    segmenter = _find_segmenter(source, model_class, names, data, options)
+    if segmenter is not None:
+        return segmenter
     if "automatic-speech-recognition" in names:
         return TaskModel("speech-recognition", model_class)
     if IMAGE_CLASSIFICATION.name in names:
@@ -71,15 +82,44 @@ def find_task_model(source: ModelSource, data: str, options: DataOptions) -> Tas
         return TaskModel("audio-classification", model_class)
     if "object-detection" in names and learns_boxes(model_class):
         return TaskModel("object-detection", model_class)
-    classifier = _image_classifier(config)
-    if "image-feature-extraction" in names and inputs_of(model_class) == ("image",) and classifier is not None:
-        return TaskModel("image-classification", classifier, new_head_on=model_class.__name__)
+    classifier = _classifier_on(model_class, config)
+    if classifier is not None:
+        return classifier
     if "image-text-to-text" in names and "image" in inputs_of(model_class):
         is_language_model = architecture.objective is not None
         if not is_language_model or _data_has_images(data, options):
             return TaskModel("image-text-to-text", model_class)
         return None
     return _find_text_task(source, architecture, data, options)
+
+
+def _find_segmenter(
+    source: ModelSource, model_class: type[PreTrainedModel], names: Collection[str], data: str, options: DataOptions
+) -> TaskModel | None:
+    """Return the task of a model that learns label images, or None for another model.
+
+    A model of images with another head, or without one, gets the head if the data has label images. Raise RequestError for a
+    segmenter whose labels have another form."""
+    if SEGMENTATION in names:
+        if not learns_label_images(model_class):
+            raise RequestError(
+                f"{source.reference!r} is a {model_class.__name__}, which learns masks in a form that Upshift does not make of "
+                "label images; give a model such as SegFormer, UperNet, MaskFormer or Mask2Former"
+            )
+        return TaskModel(SEGMENTATION, model_class)
+    task = next(task for task in TASKS if task.name == SEGMENTATION)
+    may_change = inputs_of(model_class) == ("image",) and (IMAGE_CLASSIFICATION.name in names or not _is_trained(model_class))
+    other_class = next(find_classes(task, source.hf_config), None) if may_change else None
+    if other_class is None or not _data_has_label_images(data, options):
+        return None
+    return TaskModel(SEGMENTATION, other_class, new_head_on=model_class.__name__)
+
+
+def _data_has_label_images(data: str, options: DataOptions) -> bool:
+    if has_pairs(Path(data)):
+        return True
+    row = _first_row(data, options)
+    return row is not None and find_label_column(row) is not None
 
 
 def _find_text_task(source: ModelSource, architecture: Architecture, data: str, options: DataOptions) -> TaskModel | None:
@@ -124,8 +164,22 @@ def _kind_of_columns(architecture: Architecture, data: str, options: DataOptions
     return "text-classification" if has_labels and not is_text else None
 
 
-def _image_classifier(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    return next(find_classes(IMAGE_CLASSIFICATION, config), None)
+def _classifier_on(model_class: type[PreTrainedModel], config: PretrainedConfig) -> TaskModel | None:
+    """Return the classifier of images or of sounds that a model without a trained head gets, or None for another model."""
+    inputs = inputs_of(model_class)
+    task = CLASSIFICATIONS.get(inputs[0]) if len(inputs) == 1 else None
+    if task is None or _is_trained(model_class):
+        return None
+    classifier = next(find_classes(task, config), None)
+    if classifier is None:
+        return None
+    kind: TaskKind = "image-classification" if task is IMAGE_CLASSIFICATION else "audio-classification"
+    return TaskModel(kind, classifier, new_head_on=model_class.__name__)
+
+
+def _is_trained(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether a class has a head for a task that Upshift trains."""
+    return any(task.objective is not None or task.trained_on for task in tasks_of(model_class.__name__))
 
 
 def _data_has_images(data: str, options: DataOptions) -> bool:
@@ -154,7 +208,8 @@ def prepare_task(
     _check_options(options, task.kind, sequence_length)
     if source.directory is None:
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
-    rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL)
+    read_folder = paired_folder if task.kind == SEGMENTATION else None
+    rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL, read_folder=read_folder)
     has_head = task.new_head_on is None
     if task.kind == "image-text-to-text":
         return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)
@@ -163,6 +218,8 @@ def prepare_task(
         return prepare_classification(source, rows, of_sounds=of_sounds, has_head=has_head, progress=progress)
     if task.kind == "object-detection":
         return prepare_detection(source, rows, progress=progress)
+    if task.kind == SEGMENTATION:
+        return prepare_segmentation(source, rows, task.model_class, has_head=has_head, progress=progress)
     if task.kind == "speech-recognition":
         return prepare_speech(source, rows, writes=task.model_class.can_generate(), progress=progress)
     prepare = PREPARE_TEXTS[task.kind]

@@ -5,8 +5,12 @@ Rank 0 checks the request and holds the output folder. The others read the data 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,10 +58,34 @@ def joined(ranks: Ranks, store: Store) -> Iterator[None]:
         timeout=GROUP_TIMEOUT,
     )
     try:
-        yield
+        with objects_of_all_ranks():
+            yield
         meet()  # all leave together, because a rank that ends early breaks the others' last exchange
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def objects_of_all_ranks() -> Iterator[None]:
+    """Let the losses of detectors and segmenters divide by the objects of all ranks while open.
+
+    These losses take the mean of the ranks' numbers (accelerate's ``reduce``), and divide it by the number of ranks once more, so
+    that they are as many times too large as there are ranks (transformers 5.23)."""
+    from accelerate.utils import reduce
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.") and _uses(module, reduce)]
+    for module in modules:
+        vars(module)["reduce"] = partial(reduce, reduction="sum")
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module)["reduce"] = reduce
+
+
+def _uses(module: ModuleType | None, reduce: Any) -> bool:
+    """Return whether a module has accelerate's function. Some modules would import others when a name is looked up."""
+    return module is not None and vars(module).get("reduce") is reduce
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

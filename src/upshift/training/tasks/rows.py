@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -34,6 +34,7 @@ from upshift.training.data.data_files import (
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
+from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import num_held_out
 from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
 from upshift.training.tasks.metrics.task_metrics import TaskMetrics
@@ -52,6 +53,15 @@ class TaskRow(NamedTuple):
     folder: Path
 
 
+FolderRows = tuple[list[TaskRow], list[TaskRow]]  # of the training, and of the evaluation
+
+
+class ReadFolder(Protocol):
+    """Return the rows of both splits of a folder, or None for a path of another form."""
+
+    def __call__(self, path: Path, wanted: str | None, *, is_evaluation: bool) -> FolderRows | None: ...
+
+
 class TaskRows(NamedTuple):
     """The rows of a run. ``evaluation`` is empty if none are held out."""
 
@@ -65,17 +75,31 @@ class TaskRows(NamedTuple):
         return [row.fields[column] for row in (*self.training, *self.evaluation) if column in row.fields]
 
 
-def read_task_rows(data: str, options: DataOptions, *, eval_data: str | None = None, are_sorted: bool = False) -> TaskRows:
+def read_task_rows(
+    data: str,
+    options: DataOptions,
+    *,
+    eval_data: str | None = None,
+    are_sorted: bool = False,
+    read_folder: ReadFolder | None = None,
+) -> TaskRows:
     """Return the rows to train and to evaluate on. Raise RequestError for data without rows, and for data of another form.
 
-    ``are_sorted``: the rows may be sorted by what is learned, so that those held out are spread over them, and not the last."""
-    splits = _read_splits(data, options)
+    Args:
+        data: path of the rows.
+        options: which of them are read.
+        eval_data: path of the rows to evaluate on. None: those of a split for validation, or rows that are held out.
+        are_sorted: the rows may be sorted by what is learned, so that those held out are spread over them, and not the last.
+        read_folder: reads a folder of images without a table. None: their folders are their labels.
+    """
+    read_folder = read_folder or labelled_folder
+    splits = _read_splits(data, options, read_folder)
     rows = list(splits.training)
     if not rows:
         raise RequestError(f"{data} holds no rows; give at least one")
     held_out = list(splits.evaluation)
     if eval_data is not None:
-        held_out = list(_read_splits(eval_data, options.changed(split=None), is_evaluation=True).training)
+        held_out = list(_read_splits(eval_data, options.changed(split=None), read_folder, is_evaluation=True).training)
         if not held_out:
             raise RequestError(f"--eval-data {eval_data} holds no rows; give at least one")
     if held_out and options.eval_size is not None:
@@ -101,7 +125,7 @@ def _hold_out_evenly(rows: list[TaskRow], number: int) -> tuple[list[TaskRow], l
 
 def first_row(data: str, options: DataOptions) -> TaskRow | None:
     """Return the first row of the training, or None if there is none. Raise RequestError for data of another form."""
-    return next(_read_splits(data, options).training, None)
+    return next(_read_splits(data, options, labelled_folder).training, None)
 
 
 def has_images(row: TaskRow) -> bool:
@@ -135,7 +159,7 @@ class _Splits(NamedTuple):
     class_names: ClassNames
 
 
-def _read_splits(data: str, options: DataOptions, *, is_evaluation: bool = False) -> _Splits:
+def _read_splits(data: str, options: DataOptions, read_folder: ReadFolder, *, is_evaluation: bool = False) -> _Splits:
     described = read_description(data)
     if described is not None:
         raise RequestError(f"{described.origin} lists data sets, and the rows of this task are read from one path; give it")
@@ -146,7 +170,7 @@ def _read_splits(data: str, options: DataOptions, *, is_evaluation: bool = False
         split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
         held_out = iter(()) if evaluation is None else _saved_rows(evaluation, path)
         return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, class_names_of_saved(split.folder))
-    folder = _labelled_folder(path, wanted, is_evaluation=is_evaluation)
+    folder = read_folder(path, wanted, is_evaluation=is_evaluation)
     if folder is not None:
         of_folder = folder[0]
         return _Splits(_select(lambda: iter(of_folder), rows), iter(folder[1]), {})
@@ -175,11 +199,11 @@ def _saved_rows(split: SavedSplit, path: Path) -> Iterator[TaskRow]:
         yield TaskRow(place, fields, path)
 
 
-def _labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> tuple[list[TaskRow], list[TaskRow]] | None:
+def labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> FolderRows | None:
     """Return the rows of a folder of images or sounds, with the names of their folders as labels, or None for another path."""
     if not path.is_dir():
         return None
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not is_hidden(file.relative_to(path))]
     if any(file_kind(file) != "text" and file.name not in METADATA_FILES for file in files):
         return None
     media = [file for file in files if modality_of(file) is not None]
@@ -203,7 +227,8 @@ def _labelled(file: Path, path: Path) -> TaskRow:
     return TaskRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
 
 
-def _is_hidden(file: Path) -> bool:
+def is_hidden(file: Path) -> bool:
+    """Return whether a path has a part that is hidden, or that Python or a tool wrote for itself."""
     return any(part.startswith((".", "__")) for part in file.parts)
 
 
@@ -263,6 +288,7 @@ class TaskData:
     new_head: NewHead | None = None  # None: the head of the model's files stays
     label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
     loss_is_mean_of: Literal["labels", "rows"] = "labels"
+    ignored_label: int = IGNORED  # the number that the model's loss leaves out, in place of IGNORED
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
 
 
@@ -275,6 +301,7 @@ class TaskDataParts(TypedDict, total=False):
     new_head: NewHead | None
     label_inputs: tuple[str, ...]
     loss_is_mean_of: Literal["labels", "rows"]
+    ignored_label: int
     metrics: TaskMetrics | None
 
 

@@ -59,7 +59,7 @@ from upshift.units import FLOP_CONVENTION
 OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp")
 LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
-UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection")
+UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection", "image-segmentation")
 UNPLANNED_PRECISIONS = ("fp32", "bf16")
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
@@ -446,7 +446,9 @@ def _is_larger_better(metric: str, data: TaskData) -> bool:
 
 
 def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> TaskTrainer:
-    has_labels = data.loss_is_mean_of == "labels" and task.kind not in UNPLANNED
+    has_labels = data.loss_is_mean_of == "labels" and task.kind != CHATS
+    if has_labels:
+        arguments["ignored_label"] = data.ignored_label
     if settings.is_parallel or task.kind in UNPLANNED:
         trainer: TaskTrainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
     else:

@@ -19,6 +19,7 @@ class TaskMetrics:
     larger_is_better: Mapping[str, bool]  # by the name of each metric
     predict: Callable[[nn.Module, Inputs, Any], Predictions]  # of a model, the inputs of a batch, and the model's outputs
     compute: Callable[[Any, Sequence[Any]], dict[str, float]]  # of the predictions as arrays, and the examples in their order
+    own_inputs: tuple[str, ...] = ()  # of a batch, which only ``predict`` gets, and the model does not
 
 
 def share(part: float, whole: float) -> float:

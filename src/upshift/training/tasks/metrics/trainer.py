@@ -33,6 +33,9 @@ class TaskTrainer(Trainer):
         self._early_stopping = early_stopping
         if early_stopping is not None:
             self.add_callback(early_stopping)
+        inputs: Any = getattr(self.model, "main_input_name", "")
+        if isinstance(inputs, list):  # OneFormer has two, and an evaluation takes one name
+            self.model.main_input_name = inputs[0]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batches of a step. Return none if the run had ended before it resumed: transformers would do a step more."""
@@ -41,6 +44,13 @@ class TaskTrainer(Trainer):
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as a number [], which some models return as [1]."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        return (result[0].mean(), result[1]) if return_outputs else result.mean()
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
@@ -48,8 +58,9 @@ class TaskTrainer(Trainer):
         if self._metrics is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        of_model = {name: value for name, value in inputs.items() if name not in self._metrics.own_inputs}
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            loss, outputs = self.compute_loss(model, of_model, return_outputs=True)
             predictions = self._metrics.predict(self.model, inputs, outputs)
         first = predictions[0] if isinstance(predictions, tuple) else predictions
         return loss.detach().mean(), predictions, torch.zeros(len(first), device=first.device)
@@ -83,20 +94,23 @@ class LabelTrainer(TaskTrainer):
     """The trainer for a loss that is a mean over labels.
 
     A model may take the number of labels of a global batch, and not divide by it. The loss would then be as many times too large
-    as there are micro-batches."""
+    as there are micro-batches. ``ignored_label``: the number that its loss leaves out, which a batch has as IGNORED."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *, ignored_label: int = IGNORED, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.model_accepts_loss_kwargs = True  # compute_loss takes the number
+        self._ignored_label = ignored_label
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
-        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs)
+        is_ignored = inputs["labels"] == IGNORED
+        of_model = {**inputs, "labels": inputs["labels"].masked_fill(is_ignored, self._ignored_label)}
+        result: Any = super().compute_loss(model, of_model, return_outputs=return_outputs)
         if num_items_in_batch is None:
             return result
-        share = (inputs["labels"] != IGNORED).sum() / num_items_in_batch
+        share = (~is_ignored).sum() / num_items_in_batch
         if self.args.average_tokens_across_devices:
             share = share * self.accelerator.num_processes  # the ranks' gradients are averaged
         return (result[0] * share, result[1]) if return_outputs else result * share

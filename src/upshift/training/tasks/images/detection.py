@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
@@ -15,7 +14,7 @@ from upshift.models.source import ModelSource
 from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
-from upshift.training.tasks.contents import RowImage
+from upshift.training.tasks.contents import RowImage, plain, structs_of
 from upshift.training.tasks.labels import Label, check_label, find_labels
 from upshift.training.tasks.media_classification import ImageReader
 from upshift.training.tasks.metrics.boxes import box_metrics
@@ -103,24 +102,11 @@ def _read_boxes(row: TaskRow, class_names: Sequence[str]) -> list[Box]:
     value = decode_json(row.fields[OBJECTS])
     if value is None:
         return []
-    entries = _entries_of(value, row.place) if isinstance(value, Mapping) else value
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise RequestError(f"{row.place} has {OBJECTS} {value!r:.60}; give bbox and category of each box")
-    return [_read_box(entry, row.place, class_names) for entry in entries]
-
-
-def _entries_of(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    lists = {name: _plain(value) for name, value in columns.items()}
-    lists = {name: value for name, value in lists.items() if isinstance(value, list)}
-    lengths = {name: len(value) for name, value in lists.items()}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{number} of {name}" for name, number in lengths.items())
-        raise RequestError(f"{place} has {OBJECTS} of other numbers ({counts}); give as many of each")
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [_read_box(entry, row.place, class_names) for entry in structs_of(value, OBJECTS, row.place)]
 
 
 def _read_box(entry: Mapping[str, Any], place: str, class_names: Sequence[str]) -> Box:
-    corners = _plain(entry.get("bbox"))
+    corners = plain(entry.get("bbox"))
     is_box = isinstance(corners, list) and len(corners) == 4 and all(_is_number(number) for number in corners)
     if not is_box or min(corners[2:]) <= 0:
         raise RequestError(f"{place} has the box {corners!r:.60}; give x, y, width and height in pixels, as COCO does")
@@ -150,7 +136,3 @@ def _check_inside(box: Box, size: tuple[int, int], place: str) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,97 @@
+"""Find the rows of a folder of images beside a folder of their label images, such as ``images/1.jpg`` and ``masks/1.png``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from upshift.errors import RequestError
+from upshift.loading.media_files import modality_of
+from upshift.training.data.data_files import EVALUATION_SPLIT, find_split, first_names, split_files
+from upshift.training.data.rows.row_slice import pick_split
+from upshift.training.tasks.rows import FolderRows, TaskRow, is_hidden
+
+IMAGE_FOLDERS = ("images", "image", "JPEGImages")
+LABEL_FOLDERS = ("masks", "mask", "annotations", "labels", "SegmentationClass")
+NAMES_FILE = "id2label.json"  # the names of classes beside data, as data sets of the Hub have it
+
+
+def paired_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> FolderRows | None:
+    """Return the rows of the training and of the evaluation split of a folder, or None for another path.
+
+    Raise RequestError for an image without a label image, and for one with several."""
+    pairs = _find_pairs(path)
+    if pairs is None:
+        return None
+    splits = split_files(path, list(pairs))
+    split = find_split(splits, is_evaluation=is_evaluation) if wanted is None else pick_split(list(splits), wanted, path)
+    if split is None:
+        raise RequestError(f"{path} has no split to read; its images are of {', '.join(splits)}; name one with --split")
+    has_other = EVALUATION_SPLIT in splits and split != EVALUATION_SPLIT and not is_evaluation
+    of_splits = (splits[split], splits[EVALUATION_SPLIT] if has_other else [])
+    training, evaluation = ([_row(file, pairs[file], path) for file in sorted(files)] for files in of_splits)
+    return training, evaluation
+
+
+def has_pairs(path: Path) -> bool:
+    """Return whether a path is a folder with images beside label images."""
+    files = _media_of(path)
+    return any(_place(file, LABEL_FOLDERS) for file in files) and any(_place(file, IMAGE_FOLDERS) for file in files)
+
+
+def names_beside(folder: Path) -> tuple[str, ...]:
+    """Return the names of the classes that the file ``id2label.json`` of a folder has, in order.
+
+    Raise RequestError for a file of another form."""
+    file = folder / NAMES_FILE
+    if not file.is_file():
+        return ()
+    try:
+        names = {int(number): name for number, name in json.loads(file.read_bytes()).items()}
+        in_order = tuple(names[number] for number in range(len(names)))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        in_order = ()
+    if not in_order or not all(isinstance(name, str) and name for name in in_order):
+        raise RequestError(f'{file} does not name the numbers of classes from 0 on; write {{"0": "sky", "1": "road"}}')
+    return in_order
+
+
+def _find_pairs(path: Path) -> dict[Path, Path] | None:
+    """Return the label image of each image, or None if the folder has no folders of both."""
+    if not has_pairs(path):
+        return None
+    files = _media_of(path)
+    images = {path / file: place for file in files if (place := _place(file, IMAGE_FOLDERS)) is not None}
+    labels: dict[tuple[str, ...], list[Path]] = {}
+    for file in files:
+        place = _place(file, LABEL_FOLDERS)
+        if place is not None:
+            labels.setdefault(place, []).append(path / file)
+    without = [str(file.relative_to(path)) for file, place in images.items() if place not in labels]
+    if without:
+        raise RequestError(f"{path} has no label image for {first_names(without)}; give both the same name, or remove the image")
+    twice = next((found for found in labels.values() if len(found) > 1), None)
+    if twice is not None:
+        raise RequestError(f"{path} has two label images for one image: {twice[0]} and {twice[1]}; remove one")
+    return {file: labels[place][0] for file, place in images.items()}
+
+
+def _media_of(path: Path) -> list[Path]:
+    """Return the images of a folder and of those in it, relative to it."""
+    if not path.is_dir():
+        return []
+    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if modality_of(file) == "image" and file.is_file())
+    return [file for file in files if not is_hidden(file)]
+
+
+def _place(file: Path, folders: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the place of a file without the name of its folder and its suffix, or None if it is in none of the folders."""
+    parts = file.parts[:-1]
+    number = next((number for number, part in enumerate(parts) if part in folders), None)
+    return None if number is None else (*parts[:number], *parts[number + 1 :], file.stem)
+
+
+def _row(image: Path, label_image: Path, path: Path) -> TaskRow:
+    fields = {"image": str(image.relative_to(path)), "mask": str(label_image.relative_to(path))}
+    return TaskRow(str(image), fields, path)
