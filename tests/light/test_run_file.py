@@ -127,7 +127,7 @@ def test_a_list_may_stand_for_names_with_commas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lerning-rate: 1", "unknown key 'lerning-rate'; did you mean learning-rate?"),
+        ("lerning-rate: 1", "unknown key 'lerning-rate'; did you mean learning-rate or find-learning-rate?"),
         ("config: other.yaml", "unknown key 'config'"),
         ("--seed: 1", "unknown key '--seed'"),
         ("max-steps: 2.5", "key 'max-steps': --max-steps 2.5 is not a whole number of at least 1"),

@@ -35,6 +35,7 @@ FAKE_TENSOR = Internal("torch", "torch._subclasses.fake_tensor:FakeTensor", TRAC
 FAKE_CACHE_KEY = Internal("torch", "torch._subclasses.fake_tensor:_DispatchCacheKey", "Tracing a model faster")
 FAKE_CACHE_ENTRY = Internal("torch", "torch._subclasses.fake_tensor:_DispatchCacheValidEntry", "Tracing a model faster")
 MAKE_SUBCLASS = Internal("torch", "torch:Tensor._make_subclass", "Tracing a model faster")
+UNSAFE_VIEW = Internal("torch", "torch.ops:aten._unsafe_view.default", "Tracing a model faster")
 CONSTANT_LIMIT = Internal("torch", "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "Tracing a tower for images")
 NO_MODES = Internal("torch", "torch.utils._python_dispatch:_disable_current_modes", "Tracing a tower for images")
 DISPATCH_MODE = Internal("torch", "torch.utils._python_dispatch:TorchDispatchMode", TRACING)

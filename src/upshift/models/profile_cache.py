@@ -24,7 +24,7 @@ from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "25"  # raise when the meaning of a stored profile changes
+FORMAT = "26"  # raise when the meaning of a stored profile changes
 MODEL_RUNS = "model runs"  # no segments have this name
 ISOLATION_FORMAT = "6"  # raise when the meaning of a stored isolation changes, and that of profiles does not
 

@@ -103,8 +103,8 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
 def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     """Return a tenth of the rate at which the loss is lowest, with two digits.
 
-    Source: fastai's rule "minimum". Of its rules this one came nearest to the best of seven rates, with a small model that had
-    been trained and with one that had not: within a factor of 2.6. "valley" was 13 times too low for the second one.
+    Source: fastai's rule "minimum". It came within a factor of 2.6 of the best of eight rates, with a small model that had been
+    trained and with one that had not. The rule "valley" was 13 times too low for the second one.
 
     Raise JobFailed if the loss falls at no rate.
     """

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 
 from upshift.errors import MissingInternal
-from upshift.internals.torch_names import FAKE_CACHE_ENTRY, FAKE_CACHE_KEY, FAKE_TENSOR, FAKE_TENSOR_MODE, MAKE_SUBCLASS
+from upshift.internals.torch_names import (
+    FAKE_CACHE_ENTRY,
+    FAKE_CACHE_KEY,
+    FAKE_TENSOR,
+    FAKE_TENSOR_MODE,
+    MAKE_SUBCLASS,
+    UNSAFE_VIEW,
+)
 
 MARK = "upshift"  # the first part of our keys in torch's cache
-# torch keeps no results of _unsafe_view, which each linear layer runs. On fake tensors it is a view: autograd saw it before.
-SAME_RESULT = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 MISSING = object()  # in place of results that torch must make
 PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -79,6 +84,9 @@ class _Results:
 
 
 def _make_class(base: Any, fake_tensor: Any, key_class: Any) -> Any:
+    # torch keeps no results of _unsafe_view, which each linear layer runs. On fake tensors it is a view: autograd saw it before.
+    same_result = {UNSAFE_VIEW.get(): torch.ops.aten.view.default}
+
     class FastFakeMode(base):  # type: ignore[misc]
         """Look an operator up before torch's mode does. If a torch release changes its cache, torch's own methods run."""
 
@@ -93,7 +101,7 @@ def _make_class(base: Any, fake_tensor: Any, key_class: Any) -> Any:
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            function = SAME_RESULT.get(function, function)
+            function = same_result.get(function, function)
             key = _fast_key(self, function, args, kwargs)
             if key is not None:
                 results = self._results.make(self, base.cache.get(key_class(key)), args)

@@ -17,10 +17,10 @@ from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan
 from upshift.settings import read_ranks
 from upshift.training.arguments import LOSS, TrainRequest
-from upshift.training.checkpoint.directory import REFERENCE_NAME
+from upshift.training.checkpoint.directory import REFERENCE_NAME, RUN_NAME
 from upshift.training.job.job import check_job
 from upshift.training.job.processes import run_in_processes
-from upshift.training.loop.state import RUN_NAME, open_run
+from upshift.training.loop.state import open_run
 from upshift.training.profiling.report import (
     NUM_CHANGES,
     RANK_FILE,
