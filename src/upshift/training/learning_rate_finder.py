@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.training.arguments import LOSS
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import Job, run_job
@@ -24,7 +24,7 @@ LAST_RATE = 1.0
 FEWEST_STEPS, MOST_STEPS = 40, 100
 SHARE_OF_RUN = 0.2  # of the steps of the run, so that a short run does not take twice as long
 BELOW_LOWEST = 0.1  # times the rate of the lowest loss: there the loss still falls
-DIVERGED = 4.0  # times the lowest smoothed loss, as in fastai
+DIVERGED = 4.0  # times the loss, as in fastai
 
 
 class FoundRate(Value):
@@ -66,6 +66,8 @@ def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, 
             run_job(_range_test(job, Path(folder), steps), replace(data, evaluation=None), on_event=watch, fresh_process=True)
         except _RangeEnded:
             pass
+        except Interrupted:
+            raise Interrupted("interrupted while a learning rate was sought; nothing is saved, start again") from None
         except JobFailed:
             if len(losses) < FEWEST_STEPS // 2:
                 raise  # no rate is too high so early: another fault ended it
@@ -79,7 +81,7 @@ def check_finder(*, is_task: bool, is_launched: bool) -> None:
     if is_launched:
         raise RequestError(
             "--find-learning-rate starts its own processes, and a launcher started these; run it once without the launcher, for "
-            "example with --max-steps 1, and then give the --learning-rate that it prints"
+            "example with --max-steps 1 and another -o, and then give the --learning-rate that it prints"
         )
 
 
@@ -89,9 +91,9 @@ def num_range_steps(run_steps: int) -> int:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether the last loss is far above the lowest one."""
+    """Return whether the last loss is far above the first one and the lowest one, which may be below 0."""
     smooth = smoothed(losses)
-    return not np.isfinite(losses[-1]) or smooth[-1] > DIVERGED * smooth.min()
+    return not np.isfinite(losses[-1]) or smooth[-1] > DIVERGED * max(abs(smooth[0]), abs(smooth.min()))
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
@@ -112,7 +114,7 @@ def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     lowest = int(smooth.argmin()) if len(losses) else 0
     if lowest == 0:
         raise JobFailed(
-            f"the loss falls at no learning rate from {FIRST_RATE:g} to {LAST_RATE:g}; look at the data and the model"
+            f"the loss falls at no learning rate from {FIRST_RATE:g} to {LAST_RATE:g}; give --learning-rate, or look at the data"
         )
     return float(f"{BELOW_LOWEST * rates[lowest]:.2g}")
 

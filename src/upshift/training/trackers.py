@@ -21,8 +21,8 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import TRACKER_CALLBACKS
 from upshift.settings import unusable_tracker_variables
 from upshift.training.arguments import Tracker, TrainRequest
+from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER
 from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, Started, StepDone
-from upshift.training.loop.state import TENSORBOARD_FOLDER
 
 logger = logging.getLogger(__name__)
 

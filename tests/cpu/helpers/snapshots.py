@@ -37,8 +37,10 @@ def snapshots(output: Path, copies: Path, points: Mapping[str, str]) -> Iterator
             shutil.copytree(output, copies / name, ignore=shutil.ignore_patterns(LOCK))
 
     sys.addaudithook(watch)
-    yield
-    is_open = False
+    try:
+        yield
+    finally:
+        is_open = False
     assert not left, f"the run changed no such file: {[*left]}"
 
 

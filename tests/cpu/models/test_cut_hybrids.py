@@ -33,7 +33,7 @@ def test_a_cut_hybrid_runs_its_layers_as_before(kind: str) -> None:
     disable_cache(model)
     ids = torch.arange(1, 25).reshape(2, 12)
     inputs: dict[int, tuple[Any, ...]] = {}
-    layers = next(module for name, module in model.named_modules() if name.endswith("layers") and len(module) == LAYERS)
+    layers = list(next(module for name, module in model.named_modules() if name.endswith("layers") and len(module) == LAYERS))
     seen: dict[int, Any] = {}
     for number, layer in enumerate(layers):
         layer.register_forward_hook(
@@ -48,12 +48,22 @@ def test_a_cut_hybrid_runs_its_layers_as_before(kind: str) -> None:
     whole_inputs, whole = dict(inputs), dict(seen)
     (stack,) = cut_stacks(model)
     assert list(model.config.layer_types) == [types[number] for number in stack.traced_layers]
+    inputs.clear()
+    seen.clear()
     with torch.no_grad():
         model(ids)
-    first, *others = stack.traced_layers
-    torch.testing.assert_close(first_of(seen[first]), first_of(whole[first]))
-    for number in others:  # it gets the mask that it got, and computes the same of the same
-        assert mask_shape(inputs[number]) == mask_shape(whole_inputs[number])
+        assert sorted(seen) == sorted(stack.traced_layers)
+        torch.testing.assert_close(first_of(seen[min(seen)]), first_of(whole[min(seen)]))
+        for number in stack.traced_layers:  # it gets the mask that it got, and computes the same of the same
+            assert mask_shape(inputs[number]) == mask_shape(whole_inputs[number])
+            positional, named = with_tensors_of(whole_inputs[number], inputs[number])
+            torch.testing.assert_close(first_of(layers[number](*positional, **named)), first_of(whole[number]))
+
+
+def with_tensors_of(whole: tuple[Any, ...], cut: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the call of a cut model with the tensors of the whole one. Numbers of layers stay those of the cut one."""
+    positional = [value if isinstance(value, torch.Tensor) else other for value, other in zip(whole[0], cut[0], strict=True)]
+    return positional, {name: value if isinstance(value, torch.Tensor) else cut[1][name] for name, value in whole[1].items()}
 
 
 def first_of(output: Any) -> torch.Tensor:

@@ -170,6 +170,8 @@ def failed_run(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "out"
     (folder / "upshift_report").mkdir(parents=True)
     (folder / "checkpoint-2.tmp").mkdir()
+    (folder / "upshift_tensorboard").mkdir()
+    (folder / "upshift_tensorboard" / "events").write_text("curves")
     for name in ("upshift_run.json", "upshift_out_of_memory.jsonl", "upshift_report/rank-0.json", "checkpoint-2.tmp/config.json"):
         (folder / name).write_text("{}")
     yield folder
@@ -183,6 +185,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_leaves_the_folder_to_the_
     job = a_job(home, failed_run, model="gpt2", max_steps=1)
     assert run_job(job, prepared("gpt2")).details["steps"] == 1
     assert not (failed_run / "upshift_out_of_memory.jsonl").exists() and not (failed_run / "checkpoint-2.tmp").exists()
+    assert (failed_run / "upshift_tensorboard" / "events").read_text() == "curves"
 
 
 @pytest.mark.parametrize("kept", ["notes.txt", "checkpoint-1", "upshift_reference.npz", "model.safetensors"])

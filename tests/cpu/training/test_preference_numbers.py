@@ -14,11 +14,12 @@ from test_run_options import scalars
 from upshift.cli.run_display import RunDisplay
 from upshift.errors import Interrupted
 from upshift.training.arguments import Arguments, TrainRequest
+from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER
 from upshift.training.data.data_options import DataOptions, ObjectiveName
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import Evaluated, Event, StepDone, event_from_json, event_to_json
-from upshift.training.loop.state import TENSORBOARD_FOLDER, Run, new_run
+from upshift.training.loop.state import Run, new_run
 from upshift.training.trackers import RunTrackers
 
 NAMES: tuple[ObjectiveName | None, ...] = (None, "causal-lm", "dpo")

@@ -23,11 +23,12 @@ from upshift.models.source import find_model
 from upshift.record import Record
 from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.collate import to_tensors
+from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER
 from upshift.training.data.dataset import prepare_data
 from upshift.training.job.job import TrainingData, run_job
 from upshift.training.loop import loop
 from upshift.training.loop.events import Doubted, Evaluated, Event, Finished, Saved, Started, StepDone
-from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
+from upshift.training.loop.state import Run
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers

@@ -25,6 +25,7 @@ from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
     TEMPORARY_CHECKPOINT,
+    TENSORBOARD_FOLDER,
     add_checkpoint,
     check_any_whole,
     check_checkpoint,
@@ -92,7 +93,7 @@ def check_output_directory(
             f"output directory {path} holds {foreign[0].name}, which Upshift did not write; "
             "move it away or give another directory"
         )
-    _delete_entries(path, written)
+    _delete_entries(path, [entry for entry in written if overwrite or entry.name != TENSORBOARD_FOLDER])
 
 
 def _prepare_resume(path: Path, checkpoints: Path, foreign: list[Path]) -> None:

@@ -37,9 +37,11 @@ RUN_NAME = "upshift_run.json"
 TASK_RUN_NAME = "trainer_run.json"  # of a run that transformers' Trainer runs
 TASK_CHECKPOINTS = "trainer-checkpoints"
 AUTOPSIES_NAME = "upshift_out_of_memory.jsonl"
-BEFORE_FIRST_CHECKPOINT = frozenset(  # what a run has written by then, and what is of no use without a checkpoint
-    {LOCK_NAME, RUN_NAME, f"{RUN_NAME}.tmp", TASK_RUN_NAME, f"{TASK_RUN_NAME}.tmp", AUTOPSIES_NAME, REPORT_FOLDER}
-)
+SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
+TENSORBOARD_FOLDER = "upshift_tensorboard"
+RUN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", TASK_RUN_NAME, f"{TASK_RUN_NAME}.tmp", AUTOPSIES_NAME, REPORT_FOLDER, SHARED_NAME)
+# What a run has written by then. All but the curves of TensorBoard is of no use without a checkpoint.
+BEFORE_FIRST_CHECKPOINT = frozenset({LOCK_NAME, *RUN_FILES, TENSORBOARD_FOLDER})
 REFERENCE_NAME = "upshift_reference.npz"  # of a run that learns from preferences (training/preferences/reference_model.py)
 MODEL_FILE_SUFFIXES = (
     ".safetensors",

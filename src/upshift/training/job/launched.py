@@ -29,14 +29,14 @@ from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
 from upshift.settings import Ranks, read_settings
-from upshift.training.checkpoint.directory import still_loadable
+from upshift.training.checkpoint.directory import SHARED_NAME, still_loadable
 from upshift.training.data.dataset import TrainingData, load_data, save_data
 from upshift.training.job.job import append_record, check_job, run_rank
 from upshift.training.job.rendezvous import meet
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.signals import StopRequest
-from upshift.training.loop.state import SHARED_NAME, open_run
+from upshift.training.loop.state import open_run
 from upshift.training.rank_processes import join_group, lost_connection
 
 MAX_RUN_TIME = timedelta(days=365)  # a rank that does not take part waits for the whole run

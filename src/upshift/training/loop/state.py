@@ -27,6 +27,8 @@ from upshift.training.checkpoint.directory import (
     AUTOPSIES_NAME,
     REFERENCE_NAME,
     RUN_NAME,
+    SHARED_NAME,
+    TENSORBOARD_FOLDER,
     finished_run,
     newest_checkpoint,
     replace_text,
@@ -49,8 +51,6 @@ from upshift.value import Value
 
 logger = logging.getLogger(__name__)
 
-SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
-TENSORBOARD_FOLDER = "upshift_tensorboard"
 OWN_FILES = (
     RUN_NAME,
     f"{RUN_NAME}.tmp",
@@ -294,8 +294,9 @@ def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
 
 def another_run(directory: Path, name: str, old: object, new: object) -> RequestError:
     """Return the error about a run that resumes with another value than it had."""
+    now, before = (f"no {name}" if value is None else f"{name}={value}" for value in (new, old))
     return RequestError(
-        f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
+        f"{now} differs from the run in {directory}, which has {before}; "
         "resume with the value of that run, or start anew in another output directory"
     )
 

@@ -60,7 +60,7 @@ def structs_of(value: Any, column: str, place: str) -> list[Mapping[str, Any]]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-        raise RequestError(f"{place} has {column} {value!r:.60}; give an object for each of them")
+        raise RequestError(f"{place} has {column} {value!r:.60}; give a list with an object for each")
     return value
 
 
@@ -70,7 +70,7 @@ def _entries_of(columns: Mapping[str, Any], column: str, place: str) -> list[dic
     lengths = {name: len(value) for name, value in lists.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{number} of {name}" for name, number in lengths.items())
-        raise RequestError(f"{place} has {column} of other numbers ({counts}); give as many of each")
+        raise RequestError(f"{place} has lists of different lengths in {column} ({counts}); give as many values in each")
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 

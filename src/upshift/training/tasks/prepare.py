@@ -23,7 +23,7 @@ from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
 from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
 from upshift.training.tasks.images.folders import has_pairs, paired_folder
-from upshift.training.tasks.images.segmentation import find_label_column, learns_label_images, prepare_segmentation
+from upshift.training.tasks.images.segmentation import has_named_label_image, learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
 from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
@@ -119,7 +119,7 @@ def _data_has_label_images(data: str, options: DataOptions) -> bool:
     if has_pairs(Path(data)):
         return True
     row = _first_row(data, options)
-    return row is not None and find_label_column(row) is not None
+    return row is not None and has_named_label_image(row)
 
 
 def _find_text_task(source: ModelSource, architecture: Architecture, data: str, options: DataOptions) -> TaskModel | None:

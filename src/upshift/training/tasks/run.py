@@ -36,7 +36,7 @@ from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, newest_checkpoint, save_model
 from upshift.training.checkpoint.directory import TASK_CHECKPOINTS as CHECKPOINTS
 from upshift.training.checkpoint.directory import TASK_RUN_NAME as RUN_FILE
-from upshift.training.checkpoint.directory import finished_run, replace_text, step_of
+from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, finished_run, replace_text, step_of
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
@@ -56,7 +56,7 @@ from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
 
-OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp")
+OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp", TENSORBOARD_FOLDER)
 LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection", "image-segmentation")

@@ -103,6 +103,12 @@ def find_label_column(row: TaskRow) -> str | None:
     return next((name for name in LABEL_COLUMNS if name in columns), columns[0] if len(columns) == 1 else None)
 
 
+def has_named_label_image(row: TaskRow) -> bool:
+    """Return whether a row has a label image by its name, and no label of the whole image: for a model that may learn either."""
+    label = row.fields.get("label")
+    return any(names_image(row.fields.get(name)) for name in LABEL_COLUMNS) and (label is None or names_image(label))
+
+
 def prepare_segmentation(
     source: ModelSource, rows: TaskRows, model_class: type[PreTrainedModel], *, has_head: bool, progress: Progress
 ) -> TaskData:
