@@ -65,21 +65,28 @@ def read_as_text(
     borders = list(dict.fromkeys(text[index] for text in texts for index in joints.find(text)))
     if not (typed or borders):
         return read(*chat)
+    written = read(*chat)
+    known_ids = set(control_ids.values())
+
+    def is_joined(ids: list[int]) -> bool:
+        """Return whether a chat has control tokens that it lacks where its texts have neutral characters at their borders."""
+        neutral = chat.change(lambda text: joints.replace(text, dict.fromkeys(typed, NEUTRAL), dict.fromkeys(borders, NEUTRAL)))
+        return bool(borders and Counter(id for id in ids if id in known_ids) - Counter(read(*neutral)))
+
     if has_media(chat.messages):  # the inputs beside its tokens, such as their kinds, are for as many tokens
         if typed:
             raise RequestError(
                 f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out"
             )
-        return read(*chat)
-    written = read(*chat)
+        if is_joined(written):
+            raise RequestError(
+                "a chat with a picture has texts that become a control token of the model where the chat template joins them; "
+                "leave parts of control tokens out"
+            )
+        return written
     stand_ins = StandIns(control_ids, set(written), tokenizer)
     found = stand_ins.read(chat, read, joints, typed, []) if typed else written
-    if not borders:
-        return found
-    apart = read(*chat.change(lambda text: joints.replace(text, dict.fromkeys(typed, NEUTRAL), dict.fromkeys(borders, NEUTRAL))))
-    known_ids = set(control_ids.values())
-    joined = Counter(id for id in found if id in known_ids) - Counter(apart)
-    return stand_ins.read(chat, read, joints, typed, borders) if joined else found
+    return stand_ins.read(chat, read, joints, typed, borders) if is_joined(found) else found
 
 
 class StandIns(NamedTuple):
