@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running_server import serving
 from test_generate import CONFIGS, SEQ2SEQ, SMALL, save
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, BertConfig, BertModel, Phi3Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, BertConfig, BertModel, LlamaConfig, Phi3Config
 
 from upshift.cli.serve import NOT_OF_A_SERVER
 from upshift.errors import RequestError
@@ -63,6 +63,17 @@ def test_a_chat_with_longrope_ends_at_its_border_and_a_prompt_beyond_it_is_refus
     assert "max_new_tokens" not in str(no.value)
     with pytest.raises(RequestError, match=r"has 40 tokens, and with max_tokens=20 it crosses a border: .* at most 9 tokens"):
         limit(worker, LONG, max_new_tokens=20)
+
+
+def test_no_request_is_so_long_that_the_pass_would_decide_how_dynamic_ntk_rotates(tmp_path: Path) -> None:
+    """A pass beyond max_position_embeddings would rotate its tokens by a base of its own, and a prompt in chunks by several."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(**{**SMALL, "max_position_embeddings": POSITIONS}, intermediate_size=128, rope_parameters=rope)
+    worker = worker_of(tmp_path, config)
+    assert limit(worker, LONG) == POSITIONS - len(LONG)
+    for prompt, new_tokens in ((LONG, POSITIONS), ([5] * (POSITIONS + 1), 1)):
+        with pytest.raises(ContextTooLong, match="context length is 64 tokens"):
+            limit(worker, prompt, max_new_tokens=new_tokens)
 
 
 @pytest.mark.parametrize("config", [BART, GPT2], ids=["encoder-decoder", "decoder"])
