@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from test_serving_parts import Clock, Toy, answer, made, ticket
+from test_serving_parts import PASS_SECONDS, TOKEN_SECONDS, Clock, Toy, answer, made, ticket
 
 from upshift.inference.generation.engines.base import ApartDecoder, DecoderBuild
 from upshift.inference.generation.model import generation_task
@@ -101,6 +101,78 @@ def test_a_running_request_waits_for_no_more_than_a_chunk(
     for one in coming:
         assert said[one.id] == answer(one.sequence.prompt, one.sequence.options.new_tokens)
     assert said[99] == answer(running.sequence.prompt, len(said[99]))
+
+
+@given(
+    before=st.lists(st.tuples(st.integers(1, 70), st.booleans(), st.integers(0, 4)), max_size=9),
+    own=st.tuples(st.integers(1, 70), st.booleans()), running=st.integers(0, 2), rows=st.sampled_from([3, 16]),
+)  # fmt: skip
+@example(before=[(70, False, 3)], own=(9, False), running=1, rows=16)
+@example(before=[(70, False, 2), (30, False, 0)], own=(1, False), running=1, rows=16)
+@example(before=[(70, False, 2), *[(2, False, 0)] * 8], own=(2, False), running=1, rows=16)
+@example(before=[(70, True, 2)], own=(1, True), running=1, rows=16)
+def test_the_first_token_comes_no_later_than_estimated(
+    before: list[tuple[int, bool, int]], own: tuple[int, bool], running: int, rows: int
+) -> None:
+    """Behind prompts of any lengths, some of which share a beginning, while others run and a prompt is computed in chunks.
+
+    All answers have the same length, which the estimator knows."""
+    clock = Clock()
+    scheduler = made(clock, rows=rows, chunks=True, chunk_tokens=CHUNK)
+    scheduler.estimator = Untimed(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=20)
+
+    def add(number: int, prompt: int, shared: bool) -> Ticket:
+        tokens = [3] * (40 if shared and rows > 3 else 0) + [(number + place) % 16 for place in range(prompt)]
+        one = Ticket(number, GeneratedSequence(0, tokens, GenerationOptions(max_new_tokens=20), None), clock())
+        assert scheduler.add(one) is None
+        return one
+
+    for number in range(running):
+        add(100 + number, 1, False)
+        scheduler.step()
+    for number, (prompt, shared, steps) in enumerate(before):
+        add(number, prompt, shared)
+        for _ in range(steps):
+            scheduler.step()
+    start = clock()
+    last = add(9, *own)
+    for _ in range(1000):
+        scheduler.step()
+        if last.sequence.tokens:
+            break
+    assert last.sequence.tokens and clock() - start <= last.expected_seconds + 1e-9
+
+
+def test_the_second_request_about_a_document_is_not_refused_for_its_length() -> None:
+    """It waits for the prompt that is computed in chunks, and needs few tokens more."""
+    clock = Clock()
+    scheduler = made(clock, rows=4, chunks=True, chunk_tokens=CHUNK, max_ttft=3.0)
+    document = [3] * 1000
+    tickets = []
+    for number in range(2):
+        sequence = GeneratedSequence(0, [*document, number], GenerationOptions(max_new_tokens=4), None)
+        tickets.append(Ticket(number, sequence, clock()))
+        assert scheduler.add(tickets[-1]) is None
+        scheduler.step()
+        scheduler.step()
+    assert scheduler.apart == tickets[:1] and tickets[1].uncached_tokens == 1
+    while scheduler.is_busy:
+        scheduler.step()
+    assert tickets[1].cached_tokens == 1000
+
+
+def test_a_place_is_free_after_the_chunks_of_a_prompt() -> None:
+    """The client is told to come back when the prompt apart is computed, too."""
+    clock = Clock()
+    scheduler = made(clock, rows=2, chunks=True, chunk_tokens=CHUNK, max_waiting=1)
+    waits = []
+    for number, prompt in enumerate((4, 1000, 4, 4)):
+        refused = scheduler.add(ticket(number, clock, prompt=prompt, new=50))
+        waits.append(refused.retry_after if refused else None)
+        if number < 2:
+            scheduler.step()
+            scheduler.step()
+    assert scheduler.apart and waits[:3] == [None] * 3 and waits[3] is not None and waits[3] > 0.9
 
 
 def test_a_long_prompt_whose_client_leaves_is_given_up() -> None:

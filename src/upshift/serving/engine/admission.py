@@ -31,6 +31,7 @@ class Ticket:
     ``top``: the number of likeliest tokens to report. None reports no log-probabilities.
     ``expected_seconds``: the estimated time from admission to the first token, before the correction.
     ``cached_tokens``: tokens of the prompt that are taken from the prompt cache.
+    ``shares_with``: the id of an earlier request whose prompt this request waits for, as both begin alike, or None.
     ``is_cached_later``: the prompt and its answer go into the prompt cache when the answer ends.
     ``prompt_top``: as ``top``, for the tokens of the prompt.
     ``adapter``: the key of the adapter that computes the request, or None.
@@ -46,6 +47,7 @@ class Ticket:
     expected_seconds: float = 0.0
     admission: float = 0.0
     cached_tokens: int = 0
+    shares_with: int | None = None
     is_cached_later: bool = False
     logprob: TokenLogprob | None = None
 
@@ -128,7 +130,7 @@ class RequestQueue(Generic[E]):
                 "ask for fewer"
             )
             return Refused(id=ticket.id, status=413, why=message, code=CONTEXT_CODE)
-        ticket.cached_tokens = self._count_cached(ticket)
+        self._expect_cached(ticket)
         ticket.expected_seconds = self._estimate_ttft(ticket)
         ticket.admission = self.clock()
         wait = ticket.admission - ticket.arrival + self._correct(ticket.expected_seconds)
@@ -176,8 +178,8 @@ class RequestQueue(Generic[E]):
 
         Until one runs, that is the first waiting one with an answer like the recent ones."""
         live = [(len(ticket.sequence.tokens), ticket.sequence.tokens_left) for ticket in self.live]
-        next_tickets = islice(self.waiting, self.rows - len(live))
-        prompt_tokens = sum(ticket.uncached_tokens for ticket in next_tickets)
+        next_tickets = islice(self.waiting, max(self.rows - len(live) - len(self.apart), 0))
+        prompt_tokens = self._tokens_apart + sum(ticket.uncached_tokens for ticket in next_tickets)
         return self.estimator.estimate(prompt_tokens, free_rows=0, live=live or [(0, UNKNOWN_TOKENS)], requests_before=0)
 
     @property
@@ -194,19 +196,18 @@ class RequestQueue(Generic[E]):
         seconds = self.clock() - ticket.admission
         self.estimator.record_first_token(ticket.expected_seconds + self._offset, seconds + self._offset)
 
-    def _count_cached(self, ticket: Ticket) -> int:
-        """Return how many tokens of a new request's prompt need not be computed. 0: unknown."""
-        return 0
+    def _expect_cached(self, ticket: Ticket) -> None:
+        """Set how many tokens of a new request's prompt need not be computed, and which request computes them first."""
 
     def _estimate_ttft(self, ticket: Ticket) -> float:
         """Return the estimated seconds to the first token of a new request, before the correction."""
         sequences = [live_ticket.sequence for live_ticket in self.live]
         before = [*self.apart, *self.waiting]
-        own_tokens = ticket.uncached_tokens + sum(waiting_ticket.uncached_tokens for waiting_ticket in self.waiting)
         input_bytes = sum(one.input_bytes for one in (*before, ticket))
-        pending_tokens = sum(sequence.pending_tokens for sequence in sequences if not (sequence.tokens or sequence.scores_prompt))
-        prompt_tokens = own_tokens + self._tokens_apart(own_tokens) + pending_tokens
-        steps = self._steps_beside(prompt_tokens) + (len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0)
+        cache = self._cache_use(before, ticket)
+        has_row = len(self.live) + len(before) < self.rows and cache is None
+        prompt_tokens, steps = self._count_work(ticket, has_row=has_row)
+        steps += len(ticket.sequence.prompt) if ticket.sequence.scores_prompt else 0
         return (
             self.estimator.step_seconds * steps
             + self.estimator.byte_seconds * input_bytes
@@ -215,7 +216,7 @@ class RequestQueue(Generic[E]):
                 free_rows=self.rows - len(self.live),
                 live=[(len(sequence.tokens), sequence.tokens_left) for sequence in sequences],
                 requests_before=len(before),
-                cache=self._cache_use(before, ticket),
+                cache=cache,
             )
         )
 
@@ -227,13 +228,14 @@ class RequestQueue(Generic[E]):
             return None
         return CacheUse(self.cache_tokens, live, waiting, ticket.reserved_tokens)
 
-    def _tokens_apart(self, new_tokens: int) -> int:
-        """Return how many tokens of the prompts apart are computed before ``new_tokens`` tokens of waiting prompts are."""
+    @property
+    def _tokens_apart(self) -> int:
+        """Return how many tokens of the prompts apart are still to be computed."""
         return sum(ticket.uncached_tokens for ticket in self.apart)
 
-    def _steps_beside(self, prompt_tokens: int) -> int:
-        """Return how many steps of the other rows the tokens of prompts wait for."""
-        return 0
+    def _count_work(self, ticket: Ticket, *, has_row: bool) -> Work:
+        """Return what is computed before the first token of a new request. ``has_row``: it need not wait for a row."""
+        return Work(self._tokens_apart + sum(one.uncached_tokens for one in (*self.waiting, ticket)), 0)
 
     def cancel(self, id: int) -> None:
         """Remove a request from the queue, or from the rows before the next pass."""
@@ -245,6 +247,13 @@ class RequestQueue(Generic[E]):
     def step(self) -> Iterable[tuple[Ticket, int]]:
         """Wait for the next tokens of the engine. Yield each with its request, whose state is that after this token."""
         raise NotImplementedError
+
+
+class Work(NamedTuple):
+    """What an engine computes before the first token of a request: tokens of prompts, and steps of the other rows."""
+
+    tokens: int
+    steps: int
 
 
 class CacheUse(NamedTuple):

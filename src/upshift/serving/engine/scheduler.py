@@ -18,7 +18,7 @@ from upshift.inference.generation.batching import TokenLogprob, choose_token, jo
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.inference.tokenizer import panics_as_errors
-from upshift.serving.engine.admission import RequestQueue, Ticket
+from upshift.serving.engine.admission import RequestQueue, Ticket, Work
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
@@ -43,6 +43,57 @@ class ComputedInChunks:
     width: int
     left_tokens: int
     seconds: float = 0.0
+
+
+@dataclass
+class Turns:
+    """The passes of prompts in an engine with chunks, and the steps of the rows between them, as ``Scheduler`` orders them.
+
+    ``room``: tokens of prompts that are computed before the next step. ``left``: tokens of the prompts apart.
+    ``apart``: the ids of their requests. ``is_chunk_next``: else a short prompt goes before the next chunk of them."""
+
+    width: int
+    room: int
+    left: int
+    apart: set[int]
+    has_rows: bool
+    is_chunk_next: bool
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, ticket: Ticket, *, has_row: bool) -> None:
+        """Add the prompt of the next request. With ``has_row``, it takes turns with the chunks of a prompt apart."""
+        length = ticket.uncached_tokens
+        if self.apart and (length > self.width or ticket.shares_with in self.apart or not has_row):
+            self.finish_apart()
+        if length > self.width:
+            self.left = length
+            self.apart = {ticket.id}
+            self.is_chunk_next = True
+            return
+        if self.apart and self.is_chunk_next:
+            self._compute(min(self.left, self.width), steps=1)
+            self.left -= min(self.left, self.width)
+            self.room = 0
+            if not self.left:
+                self.apart = set()
+                self.has_rows = True
+        self.is_chunk_next = True
+        is_next_pass = length > self.room
+        self.room = (self.width if is_next_pass else self.room) - length
+        self._compute(length, steps=int(is_next_pass))
+        self.has_rows = True
+
+    def finish_apart(self) -> None:
+        """Compute all chunks of the prompts apart."""
+        self._compute(self.left, steps=-(-self.left // self.width))
+        self.left = self.room = 0
+        self.apart = set()
+        self.has_rows = True
+
+    def _compute(self, tokens: int, *, steps: int) -> None:
+        self.tokens += tokens
+        self.steps += steps if self.has_rows else 0
 
 
 class Admitted(NamedTuple):
@@ -75,20 +126,34 @@ class Scheduler(RequestQueue[Decoder]):
     def decoder(self) -> Decoder:
         return self.engine
 
-    def _count_cached(self, ticket: Ticket) -> int:
-        """Return how many tokens of a new request's prompt are cached, or are computed for a request before it."""
-        cached_tokens = _length(self._find_prefix(ticket))
-        earlier = self._find_earlier(ticket, cached_tokens, [*self.live, *self.waiting])
-        return cached_tokens if earlier is None else _shared_length(earlier.prompt_ids, ticket.prompt_ids[:-1])
+    def _expect_cached(self, ticket: Ticket) -> None:
+        ticket.cached_tokens = _length(self._find_prefix(ticket))
+        earlier = self._find_earlier(ticket, ticket.cached_tokens, self.tickets)
+        if earlier is not None:
+            ticket.cached_tokens = _shared_length(earlier.prompt_ids, ticket.prompt_ids[:-1])
+            ticket.shares_with = earlier.id
 
-    def _steps_beside(self, prompt_tokens: int) -> int:
-        return prompt_tokens // self._chunk_width if self.decoder.mixes or self.live else 0
+    @property
+    def _tokens_apart(self) -> int:
+        return self._apart.left_tokens if isinstance(self._apart, ComputedInChunks) else super()._tokens_apart
 
-    def _tokens_apart(self, new_tokens: int) -> int:
-        work = self._apart
-        if not isinstance(work, ComputedInChunks):
-            return super()._tokens_apart(new_tokens)
-        return min(work.left_tokens, new_tokens + work.width)  # short prompts take turns with chunks
+    def _count_work(self, ticket: Ticket, *, has_row: bool) -> Work:
+        work = super()._count_work(ticket, has_row=has_row)
+        if self.decoder.mixes:
+            unscored = [live.sequence for live in self.live if not (live.sequence.tokens or live.sequence.scores_prompt)]
+            tokens = work.tokens + sum(sequence.pending_tokens for sequence in unscored)
+            return Work(tokens, tokens // self._chunk_width)
+        if not self.decoder.chunks:
+            return work
+        width = self._chunk_width
+        room = width - self._unstepped_tokens if self.live else width
+        apart = {one.id for one in self.apart}
+        turns = Turns(width, room, self._tokens_apart, apart, has_rows=bool(self.live), is_chunk_next=self._is_chunk_next)
+        for one in (*self.waiting, ticket):
+            turns.add(one, has_row=has_row)
+        if ticket.id in turns.apart:
+            turns.finish_apart()
+        return Work(turns.tokens, turns.steps)
 
     @property
     def _chunk_width(self) -> int:
