@@ -40,7 +40,6 @@ from upshift.hardware.probe_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
 from upshift.inference import quantize as quantize_module
 from upshift.inference import registry
-from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_export import convert
@@ -83,7 +82,8 @@ TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two 
 NEW = 14
 BUILT = pytest.mark.skipif(not registry.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
 RUN = [(engine, kind) for engine in ("torch", "openvino") for kind in CONFIGS] + [
-    pytest.param("llamacpp", kind, marks=BUILT) for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
+    pytest.param("llamacpp", kind, marks=BUILT)
+    for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
 ]
 
 
@@ -162,6 +162,13 @@ def test_a_model_without_room_runs_from_the_disk(kind: str, tmp_path: Path, upsh
     assert refused.code == 3 and "one layer at a time" in refused.err
 
 
+def shorten_passes(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Limit the passes of prompts in all engines that are loaded."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("upshift.inference.generation.engines.") and hasattr(module, "PASS_TOKENS"):
+            monkeypatch.setattr(module, "PASS_TOKENS", tokens)
+
+
 @pytest.mark.parametrize(("engine", "kind"), RUN)
 def test_greedy_text_is_that_of_transformers(
     made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +182,7 @@ def test_greedy_text_is_that_of_transformers(
     decoder = decoder_of(made[kind], engine)
     for rows in (1, 3, len(TEXTS)):
         assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
-    monkeypatch.setattr(prefill, "PASS_TOKENS", 16)
+    shorten_passes(monkeypatch, 16)
     assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
 
 
@@ -607,9 +614,7 @@ def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: lis
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
     for row, prompt, kept in zip(left.positions, prompts, left.prefix_tokens, strict=True):
         assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "PASS_TOKENS", 3 * len(prompts))
-        parts = list(left.chunks())
+    parts = list(left.chunks(lambda: 3 * len(prompts)))
     assert max(part.ids.size for part in parts) <= 3 * len(prompts)
     for of in (lambda one: one.ids, lambda one: one.positions):
         assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from command import Command
-from test_generate import CONFIGS, SEQ2SEQ, SMALL, ids_of, save
+from test_generate import CONFIGS, SEQ2SEQ, SMALL, ids_of, save, shorten_passes
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -32,7 +32,6 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Measured, Rates
 from upshift.inference.generation import generator as generator_module
-from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import (
@@ -465,7 +464,7 @@ def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path,
         original_max_position_embeddings=48,
     )  # fmt: skip
     model = save(tmp_path, config)
-    monkeypatch.setattr(prefill, "PASS_TOKENS", 32)
+    shorten_passes(monkeypatch, 32)
     same = "all of these prompts begin with the same words"
     texts = [f"{same} and this is long", "short", f"{same}, too, and longer: {same}", "x"]
     prompts = ids_of(texts, model)

@@ -35,9 +35,9 @@ class Counting(Toy):
         self.prompt_tokens += sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
         return super().admit(prompts, prefix)
 
-    def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
+    def compute_chunks(self, prompts: Any, prefix: Any, next_width: Any) -> Any:
         self.prompt_tokens += sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
-        return super().compute_chunks(prompts, prefix, chunk_tokens)
+        return super().compute_chunks(prompts, prefix, next_width)
 
     def advance(self, tokens: Any) -> np.ndarray:
         self.prompt_tokens += sum(len(part) for part in tokens if len(part) > 1)
@@ -59,11 +59,11 @@ class Silent(Toy):
         self.rows += map(len, prompts)
         return np.zeros((len(prompts), 2))
 
-    def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
+    def compute_chunks(self, prompts: Any, prefix: Any, next_width: Any) -> Any:
         left = sum(len(prompt) - (prefix.length if prefix else 0) for prompt in prompts)
-        while left > chunk_tokens:
-            self.clock.now += TOKEN_SECONDS * chunk_tokens
-            left -= chunk_tokens
+        while left > (width := next_width()):
+            self.clock.now += TOKEN_SECONDS * width
+            left -= width
             yield None
         self.clock.now += TOKEN_SECONDS * left
         yield ComputedRows(np.zeros(0), [len(prompt) for prompt in prompts], np.zeros((len(prompts), 2)), 0)

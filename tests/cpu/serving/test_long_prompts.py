@@ -23,7 +23,7 @@ from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import find_weights
 from upshift.serving.engine.adapters import AdapterDecoder
 from upshift.serving.engine.admission import Ticket, TtftEstimator
-from upshift.serving.engine.scheduler import Scheduler
+from upshift.serving.engine.scheduler import LONE_CHUNK_TOKENS, Scheduler
 
 CHUNK = 8
 
@@ -58,9 +58,10 @@ class Recorded:
         logits: np.ndarray = self.engine.admit(prompts, *([prefix] if prefix else []))
         return logits
 
-    def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
-        for computed in self.engine.compute_chunks(prompts, prefix, chunk_tokens):
-            self.passes.append(chunk_tokens)
+    def compute_chunks(self, prompts: Any, prefix: Any, next_width: Any) -> Any:
+        widths = [0]
+        for computed in self.engine.compute_chunks(prompts, prefix, lambda: widths.append(next_width()) or widths[-1]):
+            self.passes.append(widths[-1])
             yield computed
 
 
@@ -146,8 +147,8 @@ def test_the_first_token_comes_no_later_than_estimated(
 def test_the_second_request_about_a_document_is_not_refused_for_its_length() -> None:
     """It waits for the prompt that is computed in chunks, and needs few tokens more."""
     clock = Clock()
-    scheduler = made(clock, rows=4, chunks=True, chunk_tokens=CHUNK, max_ttft=3.0)
-    document = [3] * 1000
+    scheduler = made(clock, rows=4, chunks=True, chunk_tokens=CHUNK, max_ttft=2.0)
+    document = [3] * 2500
     tickets = []
     for number in range(2):
         sequence = GeneratedSequence(0, [*document, number], GenerationOptions(max_new_tokens=4), None)
@@ -158,7 +159,39 @@ def test_the_second_request_about_a_document_is_not_refused_for_its_length() -> 
     assert scheduler.apart == tickets[:1] and tickets[1].uncached_tokens == 1
     while scheduler.is_busy:
         scheduler.step()
-    assert tickets[1].cached_tokens == 1000
+    assert tickets[1].cached_tokens == 2500
+
+
+def test_a_lone_prompt_has_wide_chunks_until_another_request_comes() -> None:
+    clock = Clock()
+    scheduler = made(clock, rows=4, chunks=True, chunk_tokens=CHUNK)
+    scheduler.estimator = Untimed(token_seconds=0.0, step_seconds=0.0, output_length=8)
+    engine = Recorded(scheduler.engine)
+    scheduler.engine = engine  # type: ignore[assignment]
+    long = ticket(0, clock, prompt=2 * LONE_CHUNK_TOKENS + 3 * CHUNK)
+    scheduler.add(long)
+    scheduler.step()
+    scheduler.step()
+    scheduler.add(ticket(1, clock, prompt=2, new=90))
+    while not long.sequence.tokens:
+        scheduler.step()
+    assert engine.passes == [LONE_CHUNK_TOKENS, LONE_CHUNK_TOKENS, 2, None, CHUNK, None, CHUNK, None, CHUNK]
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_steps_delay_the_prompts_of_engines_with_chunks_alone(chunks: bool) -> None:
+    clock = Clock()
+    scheduler = made(clock, rows=4, chunks=chunks, chunk_tokens=CHUNK)
+    scheduler.estimator = Untimed(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=8)
+    scheduler.add(ticket(0, clock, new=90))
+    for _ in range(3):
+        scheduler.step()
+    start = clock()
+    long = ticket(1, clock, prompt=100)
+    scheduler.add(long)
+    while not long.sequence.tokens:
+        scheduler.step()
+    assert clock() - start <= long.expected_seconds <= clock() - start + 2 * PASS_SECONDS
 
 
 def test_a_place_is_free_after_the_chunks_of_a_prompt() -> None:
@@ -195,7 +228,7 @@ def test_a_long_prompt_whose_client_leaves_is_given_up() -> None:
 
 def test_a_prompt_that_fails_between_its_chunks_fails_alone() -> None:
     class Full(Toy):
-        def compute_chunks(self, prompts: Any, prefix: Any, chunk_tokens: int) -> Any:
+        def compute_chunks(self, prompts: Any, prefix: Any, next_width: Any) -> Any:
             yield None
             raise MemoryError("no room for it")
 

@@ -69,13 +69,14 @@ class Toy(NoExtension):
         self.rows += [[*(prefix.states[:known] if prefix else ()), *prompt[known:]] for prompt in prompts]
         return self._said(self.rows[-len(prompts) :])
 
-    def compute_chunks(self, prompts: Listed[Listed[int]], prefix: Prefix | None, chunk_tokens: int) -> Any:
+    def compute_chunks(self, prompts: Listed[Listed[int]], prefix: Prefix | None, next_width: Any) -> Any:
         assert self.chunks
         known = prefix.length if prefix else 0
         left = sum(len(prompt) - known for prompt in prompts)
         while left > 0:
-            self.clock.now += TOKEN_SECONDS * min(left, chunk_tokens)
-            left -= chunk_tokens
+            width = next_width()
+            self.clock.now += TOKEN_SECONDS * min(left, width)
+            left -= width
             if left > 0:
                 yield None
         rows = [[*(prefix.states[:known] if prefix else ()), *prompt[known:]] for prompt in prompts]

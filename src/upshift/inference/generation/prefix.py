@@ -4,7 +4,7 @@ A common beginning of several prompts, such as a system prompt, is computed once
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -44,14 +44,16 @@ class Remainder(NamedTuple):
         positions: np.ndarray = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -self.ids.shape[1] :]
         return positions
 
-    def chunks(self, chunk_tokens: int = PASS_TOKENS) -> Iterator[Self]:
-        """Yield the remainder in chunks of so many tokens. Each chunk attends to the chunks before it (chunked prefill:
-        Sarathi, arXiv:2308.16369)."""
+    def chunks(self, next_width: Callable[[], int]) -> Iterator[Self]:
+        """Yield the remainder in chunks. Each chunk attends to the chunks before it (chunked prefill: Sarathi, arXiv:2308.16369).
+
+        ``next_width`` returns the number of tokens of the next chunk, and is called before each one."""
         rows, new_tokens = self.ids.shape
-        width = max(chunk_tokens // rows, 1)
         cached_tokens = self.mask.shape[1] - new_tokens
-        for start in range(0, new_tokens, width):
-            end = min(start + width, new_tokens)
+        end = 0
+        while end < new_tokens:
+            start = end
+            end = min(start + max(next_width() // rows, 1), new_tokens)
             yield self._replace(ids=self.ids[:, start:end], mask=self.mask[:, : cached_tokens + end])
 
     def pad_states(self, states: np.ndarray) -> np.ndarray:

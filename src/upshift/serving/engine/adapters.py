@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,9 @@ class AdapterDecoder(NoExtension):
         return self._decoder.prefix_of_row(row)
 
     def compute_chunks(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
     ) -> Iterator[ComputedRows | None]:
-        return self._compute_chunks(self._take_next_rows(prompts), self._decoder.compute_chunks(prompts, prefix, chunk_tokens))
+        return self._compute_chunks(self._take_next_rows(prompts), self._decoder.compute_chunks(prompts, prefix, next_width))
 
     def _compute_chunks(self, rows: list[str], chunks: Iterator[ComputedRows | None]) -> Iterator[ComputedRows | None]:
         """Compute chunks of prompts whose rows have these adapters."""

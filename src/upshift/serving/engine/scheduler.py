@@ -22,6 +22,7 @@ from upshift.serving.engine.admission import RequestQueue, Ticket, Work
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
+LONE_CHUNK_TOKENS = 1024  # of a prompt without other requests: a request that comes waits for the end of the chunk
 UNLIMITED_TOKENS = 65_536  # in the prompt cache, if the memory is unknown
 
 Pass = tuple[list[Ticket], np.ndarray]  # the requests that get a next token from a pass [N], and their logits [N, V]
@@ -36,8 +37,9 @@ class ComputedInThread(NamedTuple):
 
 @dataclass
 class ComputedInChunks:
-    """The computation of prompts in chunks of ``width`` tokens. The rows take steps between them, and short prompts are
-    admitted."""
+    """The computation of prompts in chunks. The rows take steps between them, and short prompts are admitted.
+
+    ``width``: the number of tokens of the next or the last chunk."""
 
     chunks: Iterator[ComputedRows | None]
     width: int
@@ -239,10 +241,18 @@ class Scheduler(RequestQueue[Decoder]):
             executor.shutdown(wait=False)  # the thread ends with this work
             return
         self.assign_adapters([ticket.adapter for ticket in self.apart])
-        width = self._chunk_width
-        chunks = self.decoder.compute_chunks(prompts, admitted[0].prefix, width)
-        self._apart = ComputedInChunks(chunks, width, sum(ticket.uncached_tokens for ticket in self.apart))
+        chunks = self.decoder.compute_chunks(prompts, admitted[0].prefix, self._choose_width)
+        self._apart = ComputedInChunks(chunks, self._chunk_width, sum(ticket.uncached_tokens for ticket in self.apart))
         self._is_chunk_next = True
+
+    def _choose_width(self) -> int:
+        """Return the tokens of the next chunk of the prompts apart. Without other requests, a chunk has more of them, because
+        each one copies the cache."""
+        is_alone = not (self.live or self.waiting or self.reading)
+        width = max(self._chunk_width, LONE_CHUNK_TOKENS if is_alone else 0)
+        if isinstance(self._apart, ComputedInChunks):
+            self._apart.width = width
+        return width
 
     def _end_apart(self) -> list[Ticket]:
         """Forget the prompts that are computed apart. Return their requests."""

@@ -3,7 +3,7 @@ and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -54,9 +54,11 @@ class Decoder(Protocol):
         ...
 
     def compute_chunks(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
     ) -> Iterator[ComputedRows | None]:
-        """Compute prompts apart from the rows, ``chunk_tokens`` of their tokens at a time, in an engine with chunks.
+        """Compute prompts apart from the rows in chunks, in an engine with chunks.
+
+        ``next_width`` returns the number of tokens of the next chunk, and is called before each one.
 
         Yield None after each chunk, and the computed rows after the last one. Meanwhile the rows may take steps, and others may
         be admitted. Close the iterator to give the prompts up."""
@@ -121,7 +123,7 @@ class NoChunks:
     chunks = False
 
     def compute_chunks(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
     ) -> Iterator[ComputedRows | None]:
         raise NotImplementedError
 

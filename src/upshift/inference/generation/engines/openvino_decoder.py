@@ -125,7 +125,7 @@ class OpenVinoStatefulDecoder(NoExtension):
         return self.join_computed(self._compute_whole(prompts, prefix))
 
     def compute_chunks(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
     ) -> Iterator[ComputedRows | None]:
         request = self._compiled.create_infer_request()  # a request with states of fewer rows gives NaN with 8 bits
         remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
@@ -133,7 +133,7 @@ class OpenVinoStatefulDecoder(NoExtension):
             for state in request.query_state():
                 state.state = _to_tensor(remainder.pad_states(prefix.states[state.name]))
         order = np.arange(len(remainder.ids), dtype=np.int32)
-        for chunk in remainder.chunks(chunk_tokens):
+        for chunk in remainder.chunks(next_width):
             logits = self._run(request, chunk.ids, chunk.mask, chunk.positions, order)
             if chunk.mask.shape[1] < remainder.mask.shape[1]:
                 yield None
@@ -165,7 +165,7 @@ class OpenVinoStatefulDecoder(NoExtension):
 
     def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
         """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
-        *_, computed = self.compute_chunks(prompts, prefix, PASS_TOKENS)
+        *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
         assert computed is not None, "the last chunk gives the rows"
         return computed
 

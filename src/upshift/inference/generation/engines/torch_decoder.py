@@ -78,7 +78,7 @@ class TorchDecoder(NoMixing):
         return self.join_computed(self._compute_whole(prompts, prefix))
 
     def compute_chunks(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, chunk_tokens: int
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
     ) -> Iterator[ComputedRows | None]:
         """Compute prompts in chunks. Those beyond longrope's border are one chunk, because the first of several would be rotated
         by other factors."""
@@ -90,7 +90,7 @@ class TorchDecoder(NoMixing):
         cache = full_cache(past)
         length = remainder.mask.shape[1]
         is_beyond = self._border is not None and length > self._border
-        for chunk in [remainder] if is_beyond else remainder.chunks(chunk_tokens):
+        for chunk in [remainder] if is_beyond else remainder.chunks(next_width):
             logits = self._run(chunk.ids, chunk.mask, chunk.positions, cache)
             if chunk.mask.shape[1] < length:
                 yield None
@@ -136,7 +136,7 @@ class TorchDecoder(NoMixing):
 
     def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
         """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
-        *_, computed = self.compute_chunks(prompts, prefix, PASS_TOKENS)
+        *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
         assert computed is not None, "the last chunk gives the rows"
         return computed
 
