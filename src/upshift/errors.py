@@ -65,6 +65,10 @@ class EngineEnded(JobFailed):
     """Report that the process of an engine has ended although nobody told it to."""
 
 
+class EngineFailed(EngineEnded):
+    """Report that an engine ended at an error in what it computed. Another engine would meet the error, too."""
+
+
 class Interrupted(UpshiftError):
     """Report that SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
 

@@ -30,7 +30,7 @@ from upshift.inference.workers.dispatcher import Job
 from upshift.inference.workers.rank_group import RankGroup
 from upshift.serving.engine.embedding import EmbeddingWorker
 from upshift.serving.engine.generation import GenerationWorker, serve_texts
-from upshift.serving.messages import Embed, EngineRequest, Generate, Ready, Vector
+from upshift.serving.messages import Embed, EngineRequest, Generate, Ready, Refused, Vector
 
 PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question", "a", "trees and")
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -271,6 +271,32 @@ def test_a_killed_rank_ends_the_engine_of_the_server(folder: Path, monkeypatch: 
     with pytest.raises(EngineEnded, match="a process of the engine has ended" if is_idle else "rank 1 of the 2 ranks"):
         serve_texts(request, inbox, send)
     groups[-1].close()
+
+
+def test_the_request_at_which_the_ranks_fail_is_not_offered_to_another_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is answered before the engine ends. A request that only waits is not, so that another engine takes it."""
+    compute: Callable[..., Any] = RankGroup.compute
+
+    def fail_at_long(self: RankGroup, method: str, *arguments: Any) -> object:
+        is_long = method == "admit" and max(map(len, arguments[0])) > 30
+        return compute(self, "no_such_method" if is_long else method, *arguments)
+
+    inbox: queue.Queue[Any] = queue.Queue()
+    refused: list[Refused] = []
+
+    def send(messages: list[Any]) -> None:
+        refused.extend(message for message in messages if isinstance(message, Refused))
+        if any(isinstance(message, Ready) for message in messages):
+            monkeypatch.setattr(RankGroup, "compute", fail_at_long)
+            for number in (1, 2, 3):
+                inbox.put(Generate(id=number, prompt=tuple(range(3, 43 if number == 2 else 6)), options={"max_new_tokens": 9}))
+
+    request = EngineRequest(model=str(folder / "llama"), tensor_parallel=2, **{**SIZES, "concurrency": 1})
+    with pytest.raises(EngineEnded, match="of the model ended: a worker failed"):
+        serve_texts(request, inbox, send)
+    assert [(one.id, one.status) for one in refused] == [(2, 500)]
 
 
 def test_a_divided_encoder_serves_the_vectors_of_one_process_until_a_rank_dies(folder: Path) -> None:

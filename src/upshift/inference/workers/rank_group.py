@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from upshift import parent_process
-from upshift.errors import EngineEnded, UpshiftError
+from upshift.errors import EngineEnded, EngineFailed, UpshiftError
 from upshift.inference.registry import Device
 from upshift.inference.workers.dispatcher import Job, Task, read_answer
 from upshift.inference.workers.process_pool import describe_exit
@@ -67,8 +67,8 @@ class RankGroup:
     def compute(self, method: str, *arguments: Any) -> Any:
         """Return rank 0's result of a method of the job's object, which all ranks compute together.
 
-        Raise the error of the first rank that fails, or EngineEnded if one has ended, or if it fails after an earlier task. Then
-        all ranks end, because the others may wait for that one."""
+        Raise the error of the first rank that fails, or EngineFailed if it fails after an earlier task. Raise EngineEnded if a
+        rank has ended. Then all ranks end, because the others may wait for that one."""
         if not self.close.alive:
             raise EngineEnded("the ranks of the model have ended; run the command again")
         self._send(Task(method, arguments))
@@ -89,7 +89,7 @@ class RankGroup:
                         raise self._failure(ended) from None
                     self.close()
                     if self._has_computed and isinstance(error, UpshiftError):
-                        raise EngineEnded(f"rank {rank} of the model ended: {error}") from error
+                        raise EngineFailed(f"rank {rank} of the model ended: {error}") from error
                     raise
                 value = result if rank == 0 else value
         self._has_computed = True

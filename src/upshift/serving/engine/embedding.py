@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.meters import resident_bytes
-from upshift.errors import EngineEnded, RequestError
+from upshift.errors import EngineEnded, EngineFailed, RequestError
 from upshift.inference.encoding.cross_encoder import CrossEncoder
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.run import activate
@@ -50,6 +50,7 @@ from upshift.value import Value
 MAX_BATCH_TEXTS = 512  # of several requests that are encoded together
 PART_TEXTS = 32  # of a request, before the next request has its turn
 PART_CHARACTERS = 2**16  # of these texts, unless one is longer: a tokenizer reads 1.3 MB of text in a second
+MEMORY_SECONDS = 1.0  # between two measurements of the memory
 MIN_PASS_TOKENS = 4096  # that are encoded together: fewer are slower for each token
 PASS_SECONDS = 0.1  # of more tokens than that
 
@@ -97,6 +98,14 @@ def serve_embeddings(
     worker = EmbeddingWorker(request, reads_pairs=reads_pairs)
     send([worker.ready])
     watch_processes(worker.encoding.engine, inbox.put)
+    try:
+        answer_requests(worker, inbox, send)
+    finally:
+        send(worker.failures)
+
+
+def answer_requests(worker: EmbeddingWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
+    """Answer the requests of the inbox with a worker that is ready, until it gives None."""
     while True:
         refusals: list[Value] = []
         while not (worker.waiting or refusals) or not inbox.empty():
@@ -107,8 +116,8 @@ def serve_embeddings(
                 raise message
             refusals += worker.take(message)
         send(refusals)
-        answers = worker.encode_waiting()
-        send([*answers, Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=worker.resident_bytes())])
+        send(worker.encode_waiting())
+        send([worker.heartbeat()])
 
 
 class EmbeddingWorker:
@@ -128,6 +137,7 @@ class EmbeddingWorker:
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[WaitingTexts] = deque()
+        self.failures: list[Refused] = []  # of the pass at which the engine ended
         expected_texts = _expected_texts(request, self.encoder.tokenizer.shortest)
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
@@ -138,16 +148,26 @@ class EmbeddingWorker:
         warmup_seconds = time.perf_counter() - start
         self.text_seconds = warmup_seconds / len(texts)
         self.token_seconds = warmup_seconds / max(sum(map(len, ids)), 1)
+        self._resident_bytes = self.resident_bytes()
+        self._measured = time.monotonic()
         self.ready = Ready(
             task="score" if reads_pairs else "encode",
             setup=self.encoding.setup.label(),
             rows=MAX_BATCH_TEXTS,
             cache_tokens=None,
             positions=None,
-            resident_bytes=self.resident_bytes(),
+            resident_bytes=self._resident_bytes,
             seconds=seconds | {"proving": warmup_seconds},
             capacity=len(texts) / warmup_seconds,
         )
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the number of waiting requests, and the memory, which takes long to measure, of MEMORY_SECONDS ago."""
+        now = time.monotonic()
+        if now - self._measured >= MEMORY_SECONDS:
+            self._measured = now
+            self._resident_bytes = self.resident_bytes()
+        return Heartbeat(live=0, waiting=len(self.waiting), resident_bytes=self._resident_bytes)
 
     def resident_bytes(self) -> int:
         """Return the bytes that this process occupies, with those of the engine's own processes."""
@@ -236,6 +256,9 @@ class EmbeddingWorker:
         try:
             with panics_as_errors():
                 rows: np.ndarray = self._rows(rows_of_ids)
+        except EngineFailed as error:  # another engine would end at the same texts
+            self.failures += [Refused.from_error(waiting.request.id, error) for waiting, _ in parts]
+            raise
         except EngineEnded:
             raise
         except Exception as error:  # caused by one of the requests

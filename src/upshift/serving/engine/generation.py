@@ -85,7 +85,10 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
     worker = GenerationWorker(request)
     send([worker.prepare()])
     worker.watch(inbox)
-    answer_requests(worker, inbox, send)
+    try:
+        answer_requests(worker, inbox, send)
+    finally:
+        send(worker.take_failures())  # with which the engine ended
 
 
 def answer_requests(worker: GenerationWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:

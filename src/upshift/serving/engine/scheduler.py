@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from upshift.errors import EngineEnded, EngineFailed
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
@@ -170,10 +171,15 @@ class Scheduler(RequestQueue[Decoder]):
     def step(self) -> list[tuple[Ticket, int]]:
         """Run one pass of the engine. Return the requests that got a new token, each with its token.
 
-        While a prompt is scored, the tokens of the prompt count as new ones. The first of them does not, as nothing comes before
-        it."""
+        If the pass fails, the requests that have no token yet fail with it. While a prompt is scored, the tokens of the prompt
+        count as new ones. The first of them does not, as nothing comes before it."""
         self._remove_canceled()
-        tickets, logits = self._next_pass()
+        try:
+            tickets, logits = self._next_pass()
+        except Exception as error:  # which ends the engine: another one would end at the same prompts
+            if not isinstance(error, EngineEnded) or isinstance(error, EngineFailed):
+                self.failed += [(ticket, error) for ticket in self.live if not ticket.sequence.tokens]
+            raise
         if not tickets:
             return []
         failures_before = len(self.failed)
