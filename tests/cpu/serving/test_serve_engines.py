@@ -43,7 +43,7 @@ class Letters:
 
     def __init__(self, model: str, **more: Any) -> None:
         self.source = ModelSource(reference=model, directory=None, config={"model_type": "bert", "vocab_size": VOCABULARY})
-        self.tokenizer = self.encoding = self.setup = self
+        self.tokenizer = self.encoding = self.setup = self.engine = self
         self.passes: list[int] = []
 
     def label(self) -> str:
