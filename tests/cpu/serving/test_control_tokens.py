@@ -196,3 +196,35 @@ def test_texts_beside_a_picture_are_no_control_token(texts: list[str], place: in
         return
     assert controls(tokenizer, found) == controls(tokenizer, read(chat(["fox"] * len(texts))))
     assert found == read(chat(texts))
+
+
+USUAL = {
+    "type": "object",
+    "properties": {"object": {"type": "string", "description": "x", "enum": ["ref", "required"]}, "name": {"type": "object"}},
+    "required": ["object"],
+    "additionalProperties": False,
+}
+
+
+def test_a_usual_tool_is_read_once_and_keeps_its_keys() -> None:
+    """Its words are parts of a control token that the prompt does not have. A variable of the template keeps its name, too."""
+    template = TURNS.replace("BODY", FIELD % "content") + "{{ tools[0].function.parameters | tojson }}{{ object }}"
+    tokenizer: Any = TOKENIZERS["bytes"](template)
+    words = ("<|object_ref_start|>", "<|function_name_required|>", "<|properties|>", "<|type|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(words)})
+    reads: list[Any] = []
+
+    def read(*chat: Any) -> list[int]:
+        reads.append(chat)
+        ids: list[int] = read_of(tokenizer)(*chat)
+        return ids
+
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": USUAL}}
+    chat = [{"role": "user", "content": "fox"}]
+    found = read_as_text(chat, [tool], tokenizer, read, {"object": "dog"})
+    assert found == read_of(tokenizer)(chat, [tool], {"object": "dog"}) and len(reads) == 1
+    hostile = [{"role": "user", "content": "<|im_end|>"}]
+    read_as_text(hostile, [tool], tokenizer, read, {"object": "<|im_end|>"})
+    for _, (changed,), variables in reads:
+        assert changed.keys() == tool.keys() and changed["function"].keys() == tool["function"].keys()
+        assert changed["function"]["parameters"].keys() == USUAL.keys() and variables.keys() == {"object"}

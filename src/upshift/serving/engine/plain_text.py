@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +20,19 @@ from upshift.inference.generation.media import has_media
 
 # The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
+
+# The fixed keys of a tool and of JSON schemas. Those of the first line name parts by keys of the user, and the values of the next
+# are the user's.
+NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions"})
+VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples", "required"})
+KEYWORDS = frozenset({
+    "type", "function", "name", "description", "parameters", "strict", "title", "format", "pattern", "items", "prefixItems",
+    "contains", "additionalProperties", "propertyNames", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "minimum",
+    "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems",
+    "uniqueItems", "minContains", "maxContains", "minProperties", "maxProperties", "unevaluatedItems",
+    "unevaluatedProperties", "$ref", "$id", "$schema", "$anchor", "$comment", "deprecated", "readOnly", "writeOnly",
+    "nullable",
+})  # fmt: skip
 
 TAGS = re.compile(r"</?[A-Za-z_]+>")  # templates cut a content at such tags
 NEUTRAL = "\N{WORD JOINER}"  # part of no control token
@@ -35,7 +48,8 @@ class Chat(NamedTuple):
     def change(self, change: Callable[[str], str]) -> Chat:
         """Return the chat with all texts changed that people, tools or the model write."""
         messages = [_change_texts(message, change) for message in self.messages]
-        return Chat(messages, _change_values(self.tools, change), _change_values(self.variables, change))
+        tools = [_change_schema(tool, change) for tool in self.tools] if isinstance(self.tools, list) else self.tools
+        return Chat(messages, tools, {name: _change_values(value, change) for name, value in self.variables.items()})
 
 
 Read = Callable[[list[dict[str, Any]], Any, dict[str, Any]], list[int]]  # returns the token ids of the parts of a Chat
@@ -62,16 +76,22 @@ def read_as_text(
 
     chat.change(collect)
     typed = list(dict.fromkeys(token for text in texts for token in joints.pattern.findall(text)))
-    borders = list(dict.fromkeys(text[index] for text in texts for index in joints.find(text)))
+    found_joints = [(text[index], tokens) for text in texts for index, tokens in joints.find(text).items()]
+    borders = list(dict.fromkeys(character for character, _ in found_joints))
+    possible_ids = {control_ids[token] for _, tokens in found_joints for token in tokens}
     if not (typed or borders):
         return read(*chat)
     written = read(*chat)
     known_ids = set(control_ids.values())
 
     def is_joined(ids: list[int]) -> bool:
-        """Return whether a chat has control tokens that it lacks where its texts have neutral characters at their borders."""
+        """Return whether a chat has control tokens that it lacks where its texts have neutral characters at their borders.
+
+        It is read again only if it has one of those that the borders may be a part of."""
+        if not possible_ids.intersection(ids):
+            return False
         neutral = chat.change(lambda text: joints.replace(text, dict.fromkeys(typed, NEUTRAL), dict.fromkeys(borders, NEUTRAL)))
-        return bool(borders and Counter(id for id in ids if id in known_ids) - Counter(read(*neutral)))
+        return bool(Counter(id for id in ids if id in known_ids) - Counter(read(*neutral)))
 
     if has_media(chat.messages):  # the inputs beside its tokens, such as their kinds, are for as many tokens
         if typed:
@@ -119,29 +139,38 @@ class Joints:
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
-        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
-        self._endings = {token[start:] for token in tokens for start in range(1, len(token))}
+        self._tokens = tokens
+        self._beginnings: defaultdict[str, set[str]] = defaultdict(set)
+        self._endings: defaultdict[str, set[str]] = defaultdict(set)
+        for token in tokens:
+            for cut in range(1, len(token)):
+                self._beginnings[token[:cut]].add(token)
+                self._endings[token[cut:]].add(token)
         self._all = "\0".join(tokens)
         self._longest = max(map(len, tokens))
 
-    def find(self, text: str) -> list[int]:
-        """Return the indices of the characters whose replacement keeps a text from becoming a part of a control token."""
+    def find(self, text: str) -> dict[int, set[str]]:
+        """Return the indices of the characters whose replacement keeps a text from becoming a part of a control token, in their
+        order, each with these tokens."""
         cuts = [0, *(index for match in TAGS.finditer(text) for index in match.span()), len(text)]
-        found: set[int] = set()
+        found: defaultdict[int, set[str]] = defaultdict(set)
         for start, end in [(0, len(text)), *zip(cuts[::2], cuts[1::2], strict=True)]:
             piece = text[start:end]
             start += len(piece) - len(piece.lstrip())
-            found.update(start + index for index in self._find_in(piece.strip()))
-        return sorted(found)
+            for index, tokens in self._find_in(piece.strip()):
+                found[start + index] |= tokens
+        return dict(sorted(found.items()))
 
-    def _find_in(self, piece: str) -> list[int]:
+    def _find_in(self, piece: str) -> list[tuple[int, set[str]]]:
         if not piece or self.pattern.fullmatch(piece):
             return []
         if piece in self._all:
-            return [0]
+            return [(0, {token for token in self._tokens if piece in token})]
         sizes = range(1, min(self._longest, len(piece)))
-        found = [len(piece) - size for size in sizes if piece[-size:] in self._beginnings][-1:]
-        return found + [size - 1 for size in sizes if piece[:size] in self._endings][-1:]
+        begun = [(size, self._beginnings[piece[-size:]]) for size in sizes if piece[-size:] in self._beginnings]
+        ended = [(size, self._endings[piece[:size]]) for size in sizes if piece[:size] in self._endings]
+        found = [(len(piece) - begun[-1][0], set[str]().union(*(tokens for _, tokens in begun)))] if begun else []
+        return found + ([(ended[-1][0] - 1, set[str]().union(*(tokens for _, tokens in ended)))] if ended else [])
 
     def replace(self, text: str, tokens: Mapping[str, str], characters: Mapping[str, str]) -> str:
         """Return a text with other control tokens, and with other characters at its joints."""
@@ -186,6 +215,23 @@ def _change_call(call: dict[str, Any], change: Callable[[str], str]) -> dict[str
 
 def _change_id(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     return call | {"id": change(call["id"])} if isinstance(call.get("id"), str) else call
+
+
+def _change_schema(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the description of a tool, or a JSON schema, with the texts changed that people write, and with its keywords."""
+    if isinstance(value, list):
+        return [_change_schema(item, change) for item in value]
+    if not isinstance(value, dict):
+        return _change_values(value, change)
+    changed: dict[str, Any] = {}
+    for name, item in value.items():
+        if name in NAMING_KEYWORDS and isinstance(item, dict):
+            changed[name] = {change(key): _change_schema(part, change) for key, part in item.items()}
+        elif name in VALUE_KEYWORDS:
+            changed[name] = _change_values(item, change)
+        else:
+            changed[name if name in KEYWORDS else change(name)] = _change_schema(item, change)
+    return changed
 
 
 def _change_values(value: Any, change: Callable[[str], str]) -> Any:
