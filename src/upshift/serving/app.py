@@ -62,7 +62,7 @@ EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second one is nginx's: send each event at once
 TASK_PATHS: dict[Task, str] = {
     "generate": "/v1/chat/completions or /v1/completions",
-    "encode": "/v1/embeddings, /rerank and /score",
+    "encode": "/v1/embeddings, /v2/embed, /embed, /rerank and /score",
     "score": "/rerank and /score",
 }
 TASKS: tuple[Task, ...] = tuple(TASK_PATHS)

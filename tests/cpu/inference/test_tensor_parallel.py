@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,16 +35,20 @@ from upshift.serving.messages import Embed, EngineRequest, Generate, Ready, Refu
 PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question", "a", "trees and")
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 SMALLER = {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 1}
+SERVING_SECONDS = 90.0  # of a test's engine; it takes a few
 TWO = ("--tensor-parallel", 2)
 
 
 class ForkedRank:
     """Stands for ``subprocess.Popen`` of a rank: a fork of this process, which has imported everything."""
 
+    started: ClassVar[list[ForkedRank]] = []
+
     def __init__(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **streams: object) -> None:
         start = command.index(rank_group.RANK)
         self.returncode: int | None = None
         self.waiting = threading.Lock()
+        self.started.append(self)
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -201,6 +205,23 @@ SIZES: dict[str, Any] = {"engine": "torch", "concurrency": 2, "prompt_length": 6
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
 
 
+def serve_in_time(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Any]], None]) -> None:
+    """Run an engine of the server. After SERVING_SECONDS, end it and its ranks, so that a request without an answer fails."""
+
+    def end() -> None:
+        inbox.put(EngineEnded(f"the engine still ran after {SERVING_SECONDS:g} s"))
+        for rank in ForkedRank.started:
+            rank.kill()
+
+    clock = threading.Timer(SERVING_SECONDS, end)
+    clock.daemon = True
+    clock.start()
+    try:
+        serve_texts(request, inbox, send)
+    finally:
+        clock.cancel()
+
+
 def ask_server(request: EngineRequest, asked: list[Generate]) -> tuple[list[str], list[float]]:
     """What an engine of the server says to requests that come together: the text of each, and all log-probabilities."""
     inbox: queue.Queue[Any] = queue.Queue()
@@ -221,7 +242,7 @@ def ask_server(request: EngineRequest, asked: list[Generate]) -> tuple[list[str]
         if len(is_over) == len(asked):
             inbox.put(None)
 
-    serve_texts(request, inbox, send)
+    serve_in_time(request, inbox, send)
     return list(said.values()), scores
 
 
@@ -269,7 +290,7 @@ def test_a_killed_rank_ends_the_engine_of_the_server(folder: Path, monkeypatch: 
 
     request = EngineRequest(model=str(folder / "llama"), tensor_parallel=2, **SIZES)
     with pytest.raises(EngineEnded, match="a process of the engine has ended" if is_idle else "rank 1 of the 2 ranks"):
-        serve_texts(request, inbox, send)
+        serve_in_time(request, inbox, send)
     groups[-1].close()
 
 
@@ -295,7 +316,7 @@ def test_the_request_at_which_the_ranks_fail_is_not_offered_to_another_engine(
 
     request = EngineRequest(model=str(folder / "llama"), tensor_parallel=2, **{**SIZES, "concurrency": 1})
     with pytest.raises(EngineEnded, match="of the model ended: a worker failed"):
-        serve_texts(request, inbox, send)
+        serve_in_time(request, inbox, send)
     assert [(one.id, one.status) for one in refused] == [(2, 500)]
 
 

@@ -265,19 +265,17 @@ def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     with the nearest setup if none keeps the limits."""
     requested = [run for run in race.runs if policy.engine in (None, run.setup.engine)]
     good = [run for run in requested if run.meets(policy.quality)]
+    subject = "no setup" if policy.engine is None else f"no setup of --engine {policy.engine}"
     if not requested:
         raise RequestError(
-            f"--engine {policy.engine} did not run in the {race.allowed:.0f} s of the race; give it more time: --race-seconds "
-            f"{2 * race.allowed:.0f}"
+            f"{subject} ran in the {race.allowed:.0f} s of the race; give it more time: --race-seconds {2 * race.allowed:.0f}"
         )
     if not good:
         results = "; ".join(f"{run.setup.precision} {run.failure or run.format_agreement()}" for run in requested)
-        subject = "no setup" if policy.engine is None else f"no setup of --engine {policy.engine}"
         if all(run.failure for run in requested):
-            raise RequestError(
-                f"the model does not run in --engine {policy.engine} here ({results}); use another engine, or delete {race.file} "
-                "to race again"
-            )
+            place = "any engine" if policy.engine is None else f"--engine {policy.engine}"
+            other = "" if policy.engine is None else "use another engine, or "
+            raise RequestError(f"the model does not run in {place} here ({results}); {other}delete {race.file} to race again")
         raise RequestError(
             f"{subject} is within --quality {policy.quality} ({results}); allow less, or delete {race.file} to race again"
         )

@@ -79,9 +79,8 @@ def describe() -> dict[str, Any]:
         package = Path(spec.origin).parent
         versions["quantizations"] = read_quantizations(package)
         versions["arguments"] = sorted(name for name in read_names(package, *ENGINE_ARGUMENTS) if "." not in name)
-        versions["lacks"] = [
-            f"{place[1]}.{name}" for place, names in USED.items() for name in names if name not in read_names(package, *place)
-        ]
+        found = {place: read_names(package, *place) for place in USED}
+        versions["lacks"] = [f"{place[1]}.{name}" for place, names in USED.items() for name in names if name not in found[place]]
     return versions
 
 
