@@ -101,7 +101,7 @@ def serve_embeddings(
     try:
         answer_requests(worker, inbox, send)
     finally:
-        send(worker.failures)
+        send([*worker.failures])
 
 
 def answer_requests(worker: EmbeddingWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:

@@ -88,7 +88,7 @@ def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[
     try:
         answer_requests(worker, inbox, send)
     finally:
-        send(worker.take_failures())  # with which the engine ended
+        send([*worker.take_failures()])  # with which the engine ended
 
 
 def answer_requests(worker: GenerationWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:

@@ -25,14 +25,16 @@ TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", 
 # are the user's.
 NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions"})
 VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples", "required"})
-KEYWORDS = frozenset({
-    "type", "function", "name", "description", "parameters", "strict", "title", "format", "pattern", "items", "prefixItems",
-    "contains", "additionalProperties", "propertyNames", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "minimum",
-    "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems",
-    "uniqueItems", "minContains", "maxContains", "minProperties", "maxProperties", "unevaluatedItems",
-    "unevaluatedProperties", "$ref", "$id", "$schema", "$anchor", "$comment", "deprecated", "readOnly", "writeOnly",
-    "nullable",
-})  # fmt: skip
+KEYWORDS = frozenset(
+    (
+        *("type", "function", "name", "description", "parameters", "strict", "title", "format", "pattern", "items"),
+        *("prefixItems", "contains", "additionalProperties", "propertyNames", "anyOf", "oneOf", "allOf", "not", "if"),
+        *("then", "else", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength"),
+        *("maxLength", "minItems", "maxItems", "uniqueItems", "minContains", "maxContains", "minProperties"),
+        *("maxProperties", "unevaluatedItems", "unevaluatedProperties", "$ref", "$id", "$schema", "$anchor", "$comment"),
+        *("deprecated", "readOnly", "writeOnly", "nullable"),
+    )
+)
 
 TAGS = re.compile(r"</?[A-Za-z_]+>")  # templates cut a content at such tags
 NEUTRAL = "\N{WORD JOINER}"  # part of no control token
