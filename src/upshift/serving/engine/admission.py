@@ -250,7 +250,7 @@ class RequestQueue(Generic[E]):
 
 
 class Work(NamedTuple):
-    """What an engine computes before the first token of a request: tokens of prompts, and steps of the other rows."""
+    """The work of an engine before the first token of a request: tokens of prompts, and steps of the other rows."""
 
     tokens: int
     steps: int
