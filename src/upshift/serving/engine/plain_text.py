@@ -21,8 +21,8 @@ from upshift.inference.generation.media import has_media
 # The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 
-# The fixed keys of a tool and of JSON schemas. Those of the first line hold parts under names that the user chose, and those of the
-# second hold values of the user.
+# The fixed keys of a tool and of JSON schemas. Those of the first line hold parts under names that the user chose. Those of the
+# second line hold values of the user.
 NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions"})
 VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples", "required"})
 KEYWORDS = frozenset(
