@@ -68,8 +68,9 @@ def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, 
     # A rank that was killed with the test may still write.
     with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-", ignore_cleanup_errors=True) as folder:
         test = _range_test(job, Path(folder), steps)
+        rows = rows_of_test(data, test.arguments.max_steps * test.global_batch, seed=test.arguments.seed)
         try:
-            run_job(test, rows_of_test(data, test), on_event=watch, fresh_process=True)
+            run_job(test, rows, on_event=watch, fresh_process=True)
         except _RangeEnded:
             pass
         except Interrupted:
@@ -160,13 +161,15 @@ def _range_test(job: Job, folder: Path, steps: int) -> Job:
     return job.changed(arguments=arguments, output=str(folder / "run"), overwrite=False, resume=False, heal=False, predicted=None)
 
 
-def rows_of_test(data: TrainingData, test: Job) -> TrainingData:
-    """Return as many rows as the test computes, and no evaluation data. DPO and KTO compute a reference for each row."""
+def rows_of_test(data: TrainingData, num_rows: int, *, seed: int) -> TrainingData:
+    """Return so many rows of the training data, or all if there are fewer, and no evaluation data.
+
+    DPO and KTO compute a reference for each row."""
     together = data.objective.rows_together
     num_groups = len(data.training) // together
-    wanted = -(-test.arguments.max_steps * test.global_batch // together)
+    wanted = -(-num_rows // together)
     if wanted >= num_groups:
         return replace(data, evaluation=None)
-    groups = np.sort(np.random.default_rng(test.arguments.seed).permutation(num_groups)[:wanted])
+    groups = np.sort(np.random.default_rng(seed).permutation(num_groups)[:wanted])
     members = (groups[:, None] * together + np.arange(together)).ravel()
     return replace(data, training=data.training.select(members).without_other_tokens(), evaluation=None)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train import GLOBAL_BATCH, LENGTH, a_job, curve, home, prepared  # noqa: F401  fixtures
+from test_train import GLOBAL_BATCH, LENGTH, curve, home, prepared  # noqa: F401  fixtures
 
 from upshift.errors import JobFailed, RequestError
 from upshift.record import Record
@@ -125,12 +125,11 @@ def test_what_cannot_be_found_is_refused_by_name() -> None:
         check_finder(is_task=False, is_launched=True)
 
 
-def test_a_test_has_the_rows_that_it_computes(home: Path, prepared: Any) -> None:
+def test_a_test_has_the_rows_that_it_computes(prepared: Any) -> None:
     """Two rows that belong together stay together, with their own tokens."""
     data = prepared("llama")
     data = replace(data, objective=data.objective.changed(has_pairs=True))
-    job = a_job(home, Path("out"), max_steps=3)
-    few = rows_of_test(data, job)
+    few = rows_of_test(data, 3 * GLOBAL_BATCH, seed=1)
     assert len(few.training) == 3 * GLOBAL_BATCH < len(data.training) and few.evaluation is None
 
     def rows_of(sequences: Any) -> list[bytes]:
