@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from upshift.debugging.step_signs import LEAK_STEPS, SETTLING, Signs, Step
+from upshift.debugging.step_faults import LEAK_STEPS, SETTLING, Signs, Step
 from upshift.units import GIB, KIB, MIB
 
 HELD = 1 * GIB

@@ -13,7 +13,7 @@ import torch
 
 THREADS = torch.get_num_threads()  # the scripts of ranks set another number
 IMPORTED_BY_COMMANDS = (
-    "upshift.cli.main", "upshift.inference.encoding.contest", "upshift.inference.generation.contest",
+    "upshift.cli.main", "upshift.inference.encoding.raced_setup", "upshift.inference.generation.raced_setup",
     "upshift.training.trials.worker",
 )  # fmt: skip
 

@@ -288,8 +288,9 @@ def test_offloads_change_no_loss(train: Callable[..., dict[str, object]], tmp_pa
 
 
 WORKERS = (
-    "upshift.inference.encoding.contest", "upshift.inference.generation.contest", "upshift.training.elastic.replica_process",
-    "upshift.training.job.server", "upshift.training.trials.worker", "upshift.tuning.mup_check", "upshift.tuning.trainer_trial",
+    "upshift.inference.encoding.raced_setup", "upshift.inference.generation.raced_setup",
+    "upshift.training.elastic.replica_process", "upshift.training.job.server", "upshift.training.trials.worker",
+    "upshift.tuning.mup_check", "upshift.tuning.trainer_trial",
 )  # fmt: skip
 ASKING_WORKER = """
 import os, torch

@@ -52,6 +52,7 @@ from upshift.settings import read_ranks
 from upshift.training.arguments import (
     BETA,
     DEFAULT_OUTPUT,
+    LEARNING_RATE,
     LOSS,
     SEEDS,
     SIMPO_GAMMA,
@@ -80,9 +81,12 @@ MaxSteps = Annotated[
     ),
 ]  # fmt: skip
 LearningRate = Annotated[
-    float,
-    option("--learning-rate", text="The highest learning rate.", panel=Panel.TRAINING, metavar="X", least=ABOVE_ZERO),
-]
+    float | None,
+    option(
+        "--learning-rate", text="The highest learning rate.", panel=Panel.TRAINING, metavar="X", least=ABOVE_ZERO,
+        default=f"{LEARNING_RATE:g}",
+    ),
+]  # fmt: skip
 FindLearningRate = Annotated[
     bool,
     option(
@@ -354,7 +358,7 @@ def command(
     global_batch: GlobalBatch = 8,
     max_steps: MaxSteps = None,
     epochs: Epochs = 1.0,
-    learning_rate: LearningRate = 5e-5,
+    learning_rate: LearningRate = None,
     find_learning_rate: FindLearningRate = False,
     warmup_steps: WarmupSteps = 0,
     warmup_ratio: WarmupRatio = None,
@@ -472,7 +476,10 @@ def request_of(options: dict[str, Any]) -> TrainRequest:
     fields = {name: options[name] for name in TrainRequest.model_fields if name in options}
     fields |= {"plan_file": options["plan"], "fixed": tuple(options["set_"] or ()), "allow": split_names(options["allow"])}
     fields |= {"report_to": split_names(options["report_to"], "--report-to")}
-    return TrainRequest.of(fields, {name: options[name] for name in Arguments.model_fields if name in options})
+    arguments = {name: options[name] for name in Arguments.model_fields if name in options}
+    if arguments["learning_rate"] is None:
+        del arguments["learning_rate"]
+    return TrainRequest.of(fields, arguments)
 
 
 def _is_first_rank() -> bool:

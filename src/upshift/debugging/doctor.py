@@ -12,8 +12,8 @@ from upshift.debugging.cpu_memory import examine_cpu, examine_memory
 from upshift.debugging.disks import examine_folder, examine_shm
 from upshift.debugging.finding import Finding, error
 from upshift.debugging.gpus import examine_gpus, examine_topology
+from upshift.debugging.measured_rates import examine_rates
 from upshift.debugging.plan_needs import PlanNeeds, examine_plan
-from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     LIBRARIES,
     examine_allocators,

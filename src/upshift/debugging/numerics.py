@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.debugging.finding import Finding
-from upshift.debugging.ranges import Frame, Reading, Trends, diagnose, is_bad, underflows
+from upshift.debugging.number_ranges import Frame, Reading, Trends, diagnose, is_bad, underflows
 from upshift.errors import JobFailed, RequestError
 from upshift.internals.torch_names import PARAMETERS, VERSION
 

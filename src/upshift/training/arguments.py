@@ -27,6 +27,7 @@ LearningRateSchedule = Literal[
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]  # TRL's loss_type of KTOConfig
 
+LEARNING_RATE = 5e-5  # as in transformers' TrainingArguments
 BETA = 0.1  # of DPO and KTO, as in TRL's DPOConfig and KTOConfig
 SIMPO_GAMMA = 0.5  # as in TRL's CPOConfig
 OBJECTIVE_OF = {  # the arguments that are for one objective alone
@@ -51,7 +52,7 @@ class Arguments(Value):
     """The settings of the optimization."""
 
     max_steps: int = Field(gt=0)
-    learning_rate: float = Field(5e-5, gt=0)
+    learning_rate: float = Field(LEARNING_RATE, gt=0)
     range_test_from: float | None = Field(
         None, gt=0, description="of a test of learning rates: the first one, which grows evenly to learning_rate; None: a run"
     )
@@ -231,7 +232,12 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
                     "it out"
                 )
         checked.check_pair_losses()
-        request.check_learning_rate()
+        if checked.range_test_from is not None:
+            raise RequestError("range_test_from is not an argument of a run; use find_learning_rate")
+        if request.find_learning_rate and "learning_rate" in arguments:
+            raise RequestError(
+                f"--learning-rate {checked.learning_rate:g} is given, and --find-learning-rate finds one; leave one of them out"
+            )
         if checked.desirable_weight == checked.undesirable_weight == 0:
             raise RequestError("--desirable-weight and --undesirable-weight are both 0, so nothing is learned; give one above 0")
         request.check_evaluation_size(checked)
@@ -256,12 +262,6 @@ class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
             raise RequestError(
                 f"--{needed.replace('_', '-')} needs held-out data, and --eval-size 0 holds none out; leave one of the two out"
             )
-
-    def check_learning_rate(self) -> None:
-        """Raise RequestError if a learning rate is given, and another one shall be found."""
-        given = self.arguments.learning_rate
-        if self.find_learning_rate and given != Arguments.model_fields["learning_rate"].default:
-            raise RequestError(f"--learning-rate {given:g} is given, and --find-learning-rate finds one; leave one of them out")
 
     @property
     def resume_from(self) -> Path | None:

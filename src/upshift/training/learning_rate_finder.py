@@ -22,6 +22,10 @@ from upshift.value import Value
 FIRST_RATE = 1e-7
 LAST_RATE = 1.0
 FEWEST_STEPS, MOST_STEPS = 40, 100
+STEPS_AFTER = 2  # the test ends before the last step, which is followed by saving. On a GPU a loss is read one step later
+RISEN_STEPS = 3
+FIRST_DECADE = 10.0  # times the first rate
+NOISE = 3.0  # standard errors: the lowest of a hundred means lies about 2.5 below their mean
 SHARE_OF_RUN = 0.2  # of the steps of the run, so that a short run does not take twice as long
 BELOW_LOWEST = 0.1  # times the rate of the lowest loss: there the loss still falls
 DIVERGED = 4.0  # times the loss, as in fastai
@@ -61,16 +65,19 @@ def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, 
             if len(losses) == steps or has_diverged(losses):
                 raise _RangeEnded
 
-    with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-") as folder:
+    # A rank that was killed with the test may still write.
+    with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-", ignore_cleanup_errors=True) as folder:
+        test = _range_test(job, Path(folder), steps)
+        rows = rows_of_test(data, test.arguments.max_steps * test.global_batch, seed=test.arguments.seed)
         try:
-            run_job(_range_test(job, Path(folder), steps), replace(data, evaluation=None), on_event=watch, fresh_process=True)
+            run_job(test, rows, on_event=watch, fresh_process=True)
         except _RangeEnded:
             pass
         except Interrupted:
             raise Interrupted("interrupted while a learning rate was sought; nothing is saved, start again") from None
         except JobFailed:
-            if len(losses) < FEWEST_STEPS // 2:
-                raise  # no rate is too high so early: another fault ended it
+            if not _has_risen(losses):
+                raise  # the rate was not too high yet: another fault ended it
     return FoundRate(learning_rate=pick_rate(rates, losses), rates=tuple(rates), losses=tuple(losses))
 
 
@@ -96,10 +103,26 @@ def has_diverged(losses: Sequence[float]) -> bool:
     return not np.isfinite(losses[-1]) or smooth[-1] > DIVERGED * max(abs(smooth[0]), abs(smooth.min()))
 
 
+def _has_risen(losses: Sequence[float]) -> bool:
+    """Return whether the loss was lowest before the last steps."""
+    return len(losses) > RISEN_STEPS and int(smoothed(losses).argmin()) < len(losses) - RISEN_STEPS
+
+
 def smoothed(losses: Sequence[float]) -> np.ndarray:
     """Return the means of each loss and its neighbours. A moving average of earlier losses alone would show a fall too late."""
-    width = max(len(losses) // 20, 1)
+    width = _num_in_mean(losses) // 2
     return np.array([np.mean(losses[max(number - width, 0) : number + width + 1]) for number in range(len(losses))])
+
+
+def _num_in_mean(losses: Sequence[float]) -> int:
+    """Return how many losses are in a smoothed one."""
+    return 2 * max(len(losses) // 20, 1) + 1
+
+
+def _spread(losses: Sequence[float]) -> float:
+    """Return the standard deviation of a loss about its trend, from differences of neighbours at the lower half of the rates."""
+    differences = np.diff(losses[: max(len(losses) // 2, 2)])
+    return float(np.sqrt(np.mean(differences**2) / 2))
 
 
 def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
@@ -108,11 +131,14 @@ def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     Source: fastai's rule "minimum". It came within a factor of 2.6 of the best of eight rates, with a small model that had been
     trained and with one that had not. The rule "valley" was 13 times too low for the second one.
 
-    Raise JobFailed if the loss falls at no rate.
+    Raise JobFailed if the loss falls at no rate by more than its noise at the first rates, which change nothing.
     """
     smooth = smoothed(losses)
     lowest = int(smooth.argmin()) if len(losses) else 0
-    if lowest == 0:
+    first = np.array([loss for rate, loss in zip(rates, losses, strict=True) if rate <= FIRST_DECADE * rates[0]])
+    if lowest == 0 or first.mean() - smooth[lowest] <= NOISE * _spread(losses) * np.sqrt(
+        1 / _num_in_mean(losses) + 1 / len(first)
+    ):
         raise JobFailed(
             f"the loss falls at no learning rate from {FIRST_RATE:g} to {LAST_RATE:g}; give --learning-rate, or look at the data"
         )
@@ -122,7 +148,7 @@ def pick_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
 def _range_test(job: Job, folder: Path, steps: int) -> Job:
     """Return the job whose learning rate rises from the first rate to the last one, and which evaluates and saves nothing."""
     arguments = job.arguments.changed(
-        max_steps=steps + 1,  # the test ends one step earlier, before the job would save its model
+        max_steps=steps + STEPS_AFTER,
         learning_rate=LAST_RATE,
         range_test_from=FIRST_RATE,
         logging_steps=0,
@@ -133,3 +159,17 @@ def _range_test(job: Job, folder: Path, steps: int) -> Job:
         metric_for_best_model=LOSS,
     )
     return job.changed(arguments=arguments, output=str(folder / "run"), overwrite=False, resume=False, heal=False, predicted=None)
+
+
+def rows_of_test(data: TrainingData, num_rows: int, *, seed: int) -> TrainingData:
+    """Return so many rows of the training data, or all if there are fewer, and no evaluation data.
+
+    DPO and KTO compute a reference for each row."""
+    together = data.objective.rows_together
+    num_groups = len(data.training) // together
+    wanted = -(-num_rows // together)
+    if wanted >= num_groups:
+        return replace(data, evaluation=None)
+    groups = np.sort(np.random.default_rng(seed).permutation(num_groups)[:wanted])
+    members = (groups[:, None] * together + np.arange(together)).ravel()
+    return replace(data, training=data.training.select(members).without_other_tokens(), evaluation=None)

@@ -40,6 +40,7 @@ NOT_OF_TRIALS = (
     "undesirable_weight",
     "metric_for_best_model",
     "center_rewards_coefficient",
+    "range_test_from",
 )
 NAMES = tuple(sorted({*Arguments.model_fields, *RUN_FIELDS} - {*NOT_OF_TRIALS}))
 _KINDS: dict[str, Any] = {name: Arguments for name in Arguments.model_fields} | dict.fromkeys(RUN_FIELDS, RunNumbers)

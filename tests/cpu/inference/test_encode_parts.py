@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
-from upshift.inference.encoding import contest as contest_module
+from upshift.inference.encoding import raced_setup as contest_module
 from upshift.inference.encoding.engines import openvino_engine
 from upshift.inference.encoding.engines.base import EncoderBuild, batch_by_length, pad_batches
 from upshift.inference.encoding.engines.openvino_engine import OpenVinoEngine

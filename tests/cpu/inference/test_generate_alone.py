@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig
 
 import upshift
 from upshift.inference.generation import generator as generator_module
-from upshift.inference.generation.contest import GenerationTask, run_setup
 from upshift.inference.generation.model import pads_safely
 from upshift.inference.generation.quantize import rounding_of
+from upshift.inference.generation.raced_setup import GenerationTask, run_setup
 from upshift.inference.race.early_stopping import EarlyStopping
 from upshift.inference.race.race import Race
 from upshift.inference.race.types import UNBOUNDED, Contest, RaceRequest

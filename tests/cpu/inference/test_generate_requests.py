@@ -32,7 +32,6 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Measured, Rates
 from upshift.inference.generation import generator as generator_module
-from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import (
     BLOCK_PROMPTS,
@@ -42,6 +41,7 @@ from upshift.inference.generation.prompts import (
     prompt_vocabulary,
     read_prompts,
 )
+from upshift.inference.generation.raced_setup import GenerationTask
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.inference.race.types import Contest, Run

@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from upshift.inference.encoding.contest import run_setup
 from upshift.inference.encoding.engines.base import EncoderBuild, model_class
 from upshift.inference.encoding.engines.openvino_engine import calibrate, export
 from upshift.inference.encoding.model_config import read_encoding_config
+from upshift.inference.encoding.raced_setup import run_setup
 from upshift.inference.encoding.run import example_batches
 from upshift.inference.encoding.text_tokenizer import TextTokenizer
 from upshift.inference.generation.engines.openvino_export import int4_weights

@@ -11,7 +11,6 @@ from upshift.errors import RequestError
 from upshift.inference.computing_device import computing_host
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
-from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft, load_draft
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.engines.text_engine import TextEngine
@@ -33,6 +32,7 @@ from upshift.inference.generation.options import GenerationOptions, check_tokens
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.prompts import BLOCK_PROMPTS, Prompt, Prompts
+from upshift.inference.generation.raced_setup import GenerationTask
 from upshift.inference.generation.sequence import Ending, GeneratedSequence
 from upshift.inference.generation.text_batches import generate_texts
 from upshift.inference.race.forecast import forecast_generation

@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-from upshift.inference.generation.contest import GenerationTask, run_setup
 from upshift.inference.generation.engines.openvino_export import export, int4_weights
 from upshift.inference.generation.model import generation_task, load_model, pads_safely
 from upshift.inference.generation.prompts import Prompts
+from upshift.inference.generation.raced_setup import GenerationTask, run_setup
 from upshift.inference.openvino_runtime import int8_weights
 from upshift.inference.quantize import HELD_OUT, Bits, ModelFile, Rounding
 from upshift.inference.weights import OPENVINO_FILE, OPENVINO_PARTS

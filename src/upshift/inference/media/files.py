@@ -94,9 +94,7 @@ def read_labels(labels: Sequence[str] | None, template: str | None) -> GivenLabe
     names = tuple(name.strip() for name in _names_of(labels))
     shown = f"--labels {' --labels '.join(map(repr, labels))}"
     if not all(names) or not names:
-        raise RequestError(
-            f"{shown} has an empty label; give names such as cat,dog, or one in each line of a file"
-        )
+        raise RequestError(f"{shown} has an empty label; give names such as cat,dog, or one in each line of a file")
     twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
         raise RequestError(f"{shown} has {twice!r} twice; leave one out")

@@ -197,7 +197,10 @@ def _run_all(
     skipped: list[Skipped] = []
     ceiling = 0.0
     forecast = make_forecast()
-    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="upshift-race-") as name,
+        fork_server(f"{PACKAGES[contest.task]}.raced_setup") as server,
+    ):
         forecast(requested[0])  # trace the model while the engines' process imports
         request = _first_request(contest, policy, sample, Path(name))
         for _, group in groupby(requested, key=lambda setup: (setup == requested[0], setup.engine)):

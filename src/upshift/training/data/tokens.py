@@ -125,6 +125,13 @@ class Sequences:
             ratings=ratings,
         )
 
+    def without_other_tokens(self) -> Sequences:
+        """Return the same sequences over arrays that have no other tokens."""
+        spans = [slice(start, start + length) for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)]
+        tokens = np.concatenate([self.tokens[span] for span in spans])
+        labels = None if self.labels is None else np.concatenate([self.labels[span] for span in spans])
+        return replace(self, tokens=tokens, labels=labels, starts=np.cumsum(self.lengths) - self.lengths)
+
 
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
     """Cut documents into sequences of at most ``sequence_length`` tokens.

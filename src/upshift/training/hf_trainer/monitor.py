@@ -20,7 +20,7 @@ from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.debugging.run_report import delete_reports
-from upshift.debugging.step_signs import TRAINER_DATA_FIX
+from upshift.debugging.step_faults import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
 from upshift.planning.trials.select import Tried
 from upshift.training.hf_trainer.arguments import DebugOptions

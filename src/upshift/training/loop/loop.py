@@ -11,7 +11,7 @@ from pathlib import Path
 
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
-from upshift.debugging.step_signs import LOOP_DATA_FIX
+from upshift.debugging.step_faults import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.models.adapter import base_of
 from upshift.models.build import name_padding

@@ -21,7 +21,7 @@ from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.run_report import delete_reports, leave_findings, report_of
-from upshift.debugging.step_signs import Signs, Step, leak_finding
+from upshift.debugging.step_faults import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware.host_memory import free_memory_bytes
 from upshift.planning.plan import Plan

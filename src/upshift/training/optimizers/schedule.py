@@ -38,7 +38,7 @@ def check_schedule(arguments: Arguments) -> None:
 def learning_rate_factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
     """Return the factor of the learning rate at a step that is counted from 0."""
     if arguments.range_test_from is not None:
-        share_left = 1.0 - step / max(arguments.max_steps - 2, 1)
+        share_left = 1.0 - step / max(arguments.max_steps - 3, 1)  # the last two steps are beyond the test
         return math.pow(arguments.range_test_from / arguments.learning_rate, share_left)
     warmup = 0 if name == "constant" else arguments.num_warmup_steps
     if step < warmup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from upshift.debugging.finding import Finding, hint, warning
-from upshift.debugging.step_signs import DATA_SHARE, LOOP_DATA_FIX, RECOMPILE_FIX
+from upshift.debugging.step_faults import DATA_SHARE, LOOP_DATA_FIX, RECOMPILE_FIX
 from upshift.planning.analysis.bottleneck import COMMUNICATION, DATA, IDLE, KINDS, Change
 from upshift.planning.plan import Plan
 from upshift.value import Value
