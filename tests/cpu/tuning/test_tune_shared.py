@@ -265,3 +265,30 @@ def test_a_warm_start_does_not_keep_the_settings_of_a_wrong_command(tmp_path: Pa
     enqueue_warm_start(study, [str(tmp_path)], space)
     assert [trial.state.name for trial in study.trials] == ["WAITING"]
     assert not open_study(**options, directions=("minimize",), identity={"model": "right"}).trials
+
+
+def test_a_second_study_does_not_take_the_folder_of_one_that_runs(
+    home: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first has no trial yet. Another process of the same study may run beside it, and the folder is free afterwards."""
+    space = {"learning_rate": [1e-3]}
+    began: list[str] = []
+
+    def begin_another(study: optuna.Study, *_: Any, **__: Any) -> None:
+        began.append(study.study_name)
+        if began == ["first"]:
+            with pytest.raises(RequestError, match="is now used by the study 'first', kept there; .* give another --output"):
+                searched(home, tmp_path, space=space, study_name="second")
+            with pytest.raises(RequestError, match="is now used by the study 'first'"):
+                searched(home, tmp_path, space=space, study_name="first", storage=f"sqlite:///{tmp_path / 'other.db'}")
+            with pytest.raises(StopIteration):
+                searched(home, tmp_path, space=space, study_name="first")
+        raise StopIteration
+
+    monkeypatch.setattr("upshift.tuning.tune.run_study", begin_another)
+    for name in ("first", "second"):
+        with pytest.raises(StopIteration):
+            searched(home, tmp_path, space=space, study_name=name)
+    assert began == ["first", "first", "second"]
