@@ -20,6 +20,7 @@ from text_models import named, save_text_model
 import upshift
 from upshift.errors import Interrupted, RequestError
 from upshift.record import Record
+from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import Evaluated
 from upshift.training.run import Watcher, train
@@ -215,3 +216,18 @@ def test_a_folder_with_something_of_value_is_not_taken(kept: str, failed_run: Pa
     with pytest.raises(RequestError, match=rf"is not empty \({kept}\); use --resume .*--overwrite"):
         train(str(home / "llama"), str(home / "data.jsonl"), output=failed_run, from_config=True)
     assert (failed_run / "upshift_report" / "rank-0.json").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("own_files", [("upshift_run.json",), ("trainer-checkpoints", "trainer_run.json")])
+def test_a_run_of_another_kind_takes_the_folder_too(own_files: tuple[str, ...], resume: bool, failed_run: Path) -> None:
+    """The loop and the tasks write files of other names. A task writes its findings beside its checkpoints."""
+    (failed_run / "trainer-checkpoints" / "upshift_report").mkdir(parents=True)
+    for name in ("trainer_run.json", "trainer-checkpoints/upshift_out_of_memory.jsonl"):
+        (failed_run / name).write_text("{}")
+    check_output_directory(failed_run, overwrite=False, resume=resume, own_files=own_files)
+    assert resume or [path.name for path in failed_run.iterdir()] == ["upshift_tensorboard"]
+    (failed_run / "trainer-checkpoints").mkdir(exist_ok=True)
+    (failed_run / "trainer-checkpoints" / "checkpoint-2").mkdir()
+    with pytest.raises(RequestError, match=r"is not empty \(trainer-checkpoints\)"):
+        check_output_directory(failed_run, overwrite=False, resume=False, own_files=own_files)
