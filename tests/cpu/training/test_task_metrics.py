@@ -24,6 +24,7 @@ from upshift.training.tasks.metrics.answers import compare_answers
 from upshift.training.tasks.metrics.boxes import ImageBoxes, mean_average_precision
 from upshift.training.tasks.metrics.entities import read_entities, tag_metrics
 from upshift.training.tasks.metrics.pixels import LABEL_IMAGES, pixel_metrics
+from upshift.training.tasks.metrics.trainer import LabelTrainer
 from upshift.training.tasks.metrics.words import word_error_rate
 from upshift.training.tasks.texts import TextExample
 
@@ -328,3 +329,19 @@ def test_images_of_a_batch_are_scored_as_single_ones(name: str, tmp_path: Path) 
     batch, single = counts(0, 1, 2), torch.cat([counts(number) for number in range(3)])
     assert torch.equal(batch, single)
     assert batch[..., 0].sum() > 0.8 * batch[..., 2].sum()
+
+
+def test_a_batch_whose_labels_vanish_moves_nothing(tmp_path: Path) -> None:
+    """A label image may lose its labels when it is resized. The model's own mean of none is NaN."""
+    save_text_model(tmp_path, "BertForTokenClassification", **named("a", "b"))
+    model = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = LabelTrainer(model=model, args=arguments, metrics=None, early_stopping=None)
+    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.full((2, 4), -100)}
+    assert model(**inputs).loss.isnan()
+    for loss in (
+        trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(3)),
+        trainer.compute_loss(model, inputs, return_outputs=True)[0],
+    ):
+        loss.backward()
+        assert loss == 0 and all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
