@@ -25,8 +25,6 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from upshift.errors import JobFailed, RequestError
-from upshift.models.adapter import base_of
-from upshift.training.hf_trainer.loss_state import is_library_class
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.units import MIB, format_bytes
@@ -294,7 +292,9 @@ class StreamedEvaluation(LibraryTrainer):
             return False
         dataset = next((given for given in (eval_dataset, test_dataset) if given is not None), self.eval_dataset)
         datasets = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-        return not any(isinstance(each, IterableDataset) and not is_library_class(type(each)) for each in datasets)
+        return not any(
+            isinstance(each, IterableDataset) and type(each).__module__.partition(".")[0] != "datasets" for each in datasets
+        )
 
     def _upshift_has_models_loss(self: Any) -> bool:
         """Return whether an evaluation computes the loss of a model of transformers, as a mean over labels or rows."""
@@ -302,10 +302,10 @@ class StreamedEvaluation(LibraryTrainer):
         is_own = any(method.__module__.partition(".")[0] not in LIBRARIES for method in methods)
         if is_own or self.can_return_loss or self.compute_loss_func is not None:
             return False
-        model = base_of(self.model)
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # of peft
         config = getattr(model, "config", None)
         is_other = any(getattr(config, name, None) == value for name, value in OTHER_LOSSES.items())
-        return isinstance(model, PreTrainedModel) and is_library_class(type(model)) and not is_other
+        return isinstance(model, PreTrainedModel) and type(model).__module__.partition(".")[0] in LIBRARIES and not is_other
 
     def evaluation_loop(
         self,
