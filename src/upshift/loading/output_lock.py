@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class OutputLock:
     def _acquire(self) -> int:
         start = time.monotonic()
         while True:
-            descriptor = self._open_file()
+            descriptor = _open_lock_file(self.output, self.lock_file)
             try:
                 _flock(descriptor)
                 if _is_at(descriptor, self.lock_file):
@@ -64,12 +64,6 @@ class OutputLock:
                 if waited > ENDING_SECONDS or (waited > DYING_SECONDS and _may_live(holder)):
                     raise RequestError(self._refusal(holder)) from None
                 time.sleep(POLL_SECONDS)
-
-    def _open_file(self) -> int:
-        try:
-            return os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RequestError(f"output {self.output} cannot be used: {error.strerror}; give another one") from None
 
     def _refusal(self, holder: str) -> str:
         pid, _, host = holder.partition(" ")
@@ -134,6 +128,30 @@ def locked(output: Path, lock_file: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def shared_lock(output: Path, lock_file: Path, *, when_alone: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock that several processes and threads may hold at once while the context is open. The file stays.
+
+    Call ``when_alone`` before, if nobody else holds the lock. Others wait until it returns."""
+    import fcntl  # not on every system
+
+    descriptor = _open_lock_file(output, lock_file)
+    try:
+        try:
+            _flock(descriptor)
+        except BlockingIOError:
+            pass  # others hold it
+        else:
+            when_alone()
+        with suppress(OSError):  # a network file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # this releases it for children that inherited the descriptor, too
+        os.close(descriptor)
+
+
 def check_free(output: Path, lock_file: Path) -> None:
     """Raise RequestError if another process writes the output. Commands call it before their slow part begins."""
     OutputLock(output, lock_file).release()
@@ -148,6 +166,13 @@ def held_descriptors(output: Path) -> tuple[int, ...]:
 def lock_file_beside(output: Path) -> Path:
     """Return the lock file of an output that is a file."""
     return output.with_name(f".{output.name}{LOCK_NAME}")
+
+
+def _open_lock_file(output: Path, lock_file: Path) -> int:
+    try:
+        return os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise RequestError(f"output {output} cannot be used: {error.strerror}; give another one") from None
 
 
 def _flock(descriptor: int) -> None:

@@ -435,11 +435,19 @@ def _fix_computed_lists(config: PretrainedConfig, num_layers: int, traced_layers
     """Cut the lists with one entry a layer that the config's class computes from other fields, as Jamba's ``layer_types``."""
     own_classes = type(config).__mro__[: type(config).__mro__.index(PretrainedConfig)]
     names = {name for one in own_classes for name, value in vars(one).items() if isinstance(value, property)}
-    computed = {name: getattr(config, name, None) for name in names}
+    computed = {name: _read_property(config, name) for name in names}
     lists = {name: value for name, value in computed.items() if isinstance(value, list) and len(value) == num_layers}
     if lists:
         cut = {name: [value[index] for index in traced_layers] for name, value in lists.items()}
         config.__class__ = type(type(config).__name__, (type(config),), cut)
+
+
+def _read_property(config: PretrainedConfig, name: str) -> Any:
+    """Return the value of a config's property, or None if it cannot be read: it is then no list that the model could use."""
+    try:
+        return getattr(config, name)
+    except Exception:  # a config's own code may raise anything, and tracing does not need the value
+        return None
 
 
 def _renumber_keys(module: nn.Module, num_layers: int, traced_layers: tuple[int, ...]) -> None:

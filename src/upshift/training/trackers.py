@@ -123,9 +123,13 @@ class RunTrackers:
             self._send(event.step, {"train_runtime": event.seconds})
 
     def _begin_tensorboard(self, step: int, *arguments: Any) -> None:
-        """Begin the run in TensorBoard. It then hides what a run that resumes had sent after the step of its checkpoint."""
+        """Begin the run in TensorBoard. It then hides what an earlier run in the folder sent after the checkpoint.
+
+        A run without one begins again in its folder without --resume, too."""
         callback = self._callbacks["tensorboard"]
-        if self._request.resume:
+        own_folder = self._request.output / TENSORBOARD_FOLDER
+        begins_again = callback.logging_dir == str(own_folder) and any(own_folder.glob("events.out.tfevents.*"))
+        if self._request.resume or begins_again:
             callback.tb_writer = _summary_writer_class()(log_dir=callback.logging_dir, purge_step=step + 1)
         callback.on_train_begin(*arguments)
 

@@ -19,6 +19,7 @@ import optuna
 from upshift.atomic_file import write_whole
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.loading.output_lock import shared_lock
 from upshift.planning.planner import find_host
 from upshift.record import Record
 from upshift.training.arguments import Arguments, TrainRequest
@@ -69,6 +70,7 @@ class ServerPool(Generic[S]):
 
 
 OWNER_NAME = "upshift_study.json"
+LOCK_NAME = ".upshift_study.lock"
 TRIAL_NAME = re.compile(r"trial-\d+")
 
 
@@ -79,16 +81,24 @@ class FolderOwner(Value):
     storage: str | None  # None: in the folder itself, which may be moved
 
 
-def check_folder(output: Path, *, storage: str | None, study_name: str) -> FolderOwner:
-    """Return the study as owner of the folder. Raise RequestError if the folder cannot be used, or has another study's models."""
+@contextmanager
+def own_folder(output: Path, *, storage: str | None, study_name: str) -> Iterator[FolderOwner]:
+    """Yield the study as owner of the folder, and keep other studies out while the context is open.
+
+    Raise RequestError if the folder cannot be used, or has another study's models, or if another study runs there."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"output directory {output} cannot be used: {error.strerror}; give another --output") from None
     owner = FolderOwner(study=study_name, storage=None if storage in (None, folder_url(output)) else hide_password(storage))
-    if _trial_names(output):
+
+    def take() -> None:
+        if not _trial_names(output):  # the file is of a command that failed before its first trial
+            write_whole(output / OWNER_NAME, owner.to_json())
+
+    with shared_lock(output, output / LOCK_NAME, when_alone=take):
         _check_owner(output, owner)
-    return owner
+        yield owner
 
 
 def _trial_names(output: Path) -> list[str]:
@@ -100,26 +110,23 @@ def _check_owner(output: Path, owner: FolderOwner) -> None:
     present_owner = FolderOwner.from_file(path) if path.exists() else owner
     if present_owner != owner:
         location = "there" if present_owner.storage is None else f"in {present_owner.storage}"
+        use = "has the models of" if _trial_names(output) else "is now used by"
         raise RequestError(
-            f"{output} has the models of the study {present_owner.study!r}, kept {location}; "
-            "go on with that one, or give another --output"
+            f"{output} {use} the study {present_owner.study!r}, kept {location}; go on with that one, or give another --output"
         )
 
 
 def claim_folder(output: Path, owner: FolderOwner, study: optuna.Study) -> None:
-    """Mark the folder as the study's, before its first trial.
+    """Mark a folder as the study's, which has trials and no mark.
 
-    Raise RequestError if it belongs to another study, or has a folder ``trial-N`` that is of no trial of this study."""
+    Raise RequestError if it has a folder ``trial-N`` that is of no trial of this study."""
     names = _trial_names(output)  # listed before the trials: other processes may begin trials
     trial_names = {trial_folder(output, trial.number).name for trial in study.get_trials(deepcopy=False)}
     foreign_names = [name for name in names if name not in trial_names]
     if foreign_names:
         raise RequestError(f"{output / foreign_names[0]} is not of this study's trials; move it away, or give another --output")
-    if (
-        not names or not (output / OWNER_NAME).exists()
-    ):  # without a trial, the file is of a command that failed before its first one
+    if not (output / OWNER_NAME).exists():
         write_whole(output / OWNER_NAME, owner.to_json())
-    _check_owner(output, owner)  # another study may have claimed the folder at the same time
 
 
 def trial_folder(output: Path, number: int) -> Path:

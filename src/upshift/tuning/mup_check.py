@@ -31,6 +31,7 @@ from upshift.planning.search.constraints import base_text
 from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.mup import check_base, narrow_config, scale_initial_weights
 from upshift.training.optimizers.build import build_optimizer
+from upshift.tuning.study import MUP_CHECK
 from upshift.value import Value
 
 # Fields of transformers' configs. A config may use another name for one, which its attribute_map gives.
@@ -114,7 +115,6 @@ LENGTH = 32
 SEEDS = (0, 1)
 BOUND = 2.0  # an output may change by at most twice, and at least half, as much as at the narrowest width
 LIMIT_SECONDS = 3600.0
-CHECKED = "mup"  # attribute of a study: the check's result
 
 
 class CheckRequest(Value):
@@ -145,13 +145,13 @@ class Growth(Value):
 
 def check_transfer(study: Any, narrow: str, whole: str) -> Growth:
     """Return the check's result, which is measured once in a study. Raise RequestError if muP does not carry over."""
-    stored = study.user_attrs.get(CHECKED)
+    stored = study.user_attrs.get(MUP_CHECK)
     growth = check_widths(narrow, whole) if stored is None else Growth.from_json(stored, origin="the study")
     if not growth.is_flat:
         raise RequestError(
             f"{growth.words()}; more than {BOUND:g} does not carry over: search at the model's own width, without --mup-width"
         )
-    study.set_user_attr(CHECKED, growth.to_json())
+    study.set_user_attr(MUP_CHECK, growth.to_json())
     return growth
 
 

@@ -155,7 +155,7 @@ def hide_password(storage: str) -> str:
 
 
 POINTS = 5  # from each earlier search
-WARMED = "warm start"
+WARMED = "warm start"  # attribute of a study and of the trials that a warm start enqueued
 
 
 def enqueue_warm_start(study: optuna.Study, sources: Sequence[str], space: dict[str, BaseDistribution]) -> None:
@@ -167,7 +167,7 @@ def enqueue_warm_start(study: optuna.Study, sources: Sequence[str], space: dict[
     points = [point for source in sources for point in best_points(source, study, space)]
     study.set_user_attr(WARMED, [hide_password(source) for source in sources])
     for point in points:
-        study.enqueue_trial(point, skip_if_exists=True)
+        study.enqueue_trial(point, user_attrs={WARMED: True}, skip_if_exists=True)
 
 
 def best_points(source: str, study: optuna.Study, space: dict[str, BaseDistribution]) -> list[dict[str, Any]]:

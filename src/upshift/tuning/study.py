@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.internals.optuna_names import HEARTBEAT, MAX_RESOURCE, MIN_RESOURCE, REDUCTION, STOPPING_RATE, STUDY_STORAGE
 from upshift.tuning.objectives import Direction
-from upshift.tuning.storage import ignore_experimental_warnings, open_storage
+from upshift.tuning.storage import WARMED, ignore_experimental_warnings, open_storage
 
 
 class SamplerByTrialNumber(BaseSampler):
@@ -101,6 +101,8 @@ def crosses_decision_step(steps: tuple[int, ...], *, previous_step: int, step: i
 
 REASON = "reason"
 IDENTITY = "identity"
+MUP_CHECK = "mup"  # attribute of a study: the result of the check of muP
+OWN_ATTRIBUTES = frozenset({IDENTITY, MUP_CHECK, WARMED})  # of a study
 POLL_SECONDS = 0.5  # while other processes run the last trials
 Report = Callable[[float, int], None]  # takes a value and its evaluation's number; raises TrialPruned to end the trial
 
@@ -130,11 +132,11 @@ def open_study(
 ) -> optuna.Study:
     """Return the study of that name, and create it if there is none.
 
-    A study with other settings is replaced if it has no result: its command was wrong, and the command was corrected.
+    A study with other settings is replaced if nothing is lost with it: its command was wrong, and the command was corrected.
 
     ``storage``: a database URL (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
     ``identity``: settings that all trials share. ``forget`` is called with the number of each trial of a replaced study. Raise
-    RequestError for a study with other settings and a result."""
+    RequestError for a study with other settings that is kept."""
     study_pruner = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     opened = open_storage(storage, folder)
@@ -151,7 +153,7 @@ def open_study(
             )
 
         study = create()
-        if has_other_identity(study, identity) and not has_result(study):
+        if has_other_identity(study, identity) and may_replace(study):
             for trial in study.get_trials(deepcopy=False):
                 forget(trial.number)
             optuna.delete_study(study_name=name, storage=opened)
@@ -166,12 +168,22 @@ def has_other_identity(study: optuna.Study, identity: dict[str, Any]) -> bool:
     return stored is not None and stored != _as_stored(identity)
 
 
-def has_result(study: optuna.Study) -> bool:
-    """Return whether a trial of the study has been evaluated, or runs now and may be."""
+def may_replace(study: optuna.Study) -> bool:
+    """Return whether an earlier command made the study, and nothing is lost with it.
+
+    Lost would be a trial that has been evaluated, or runs now and may be, and what a user put into the study: attributes, and
+    trials that wait."""
+    if IDENTITY not in study.user_attrs or study.user_attrs.keys() - OWN_ATTRIBUTES:
+        return False
     if HEARTBEAT.get()(STUDY_STORAGE.of(study)):
         optuna.storages.fail_stale_trials(study)
-    trials = study.get_trials(deepcopy=False)
-    return any(trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or trial.intermediate_values for trial in trials)
+    return not any(_is_of_value(trial) for trial in study.get_trials(deepcopy=False))
+
+
+def _is_of_value(trial: FrozenTrial) -> bool:
+    if trial.state is TrialState.WAITING:
+        return WARMED not in trial.user_attrs
+    return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or bool(trial.intermediate_values)
 
 
 def _as_stored(identity: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from upshift.tuning.backends import check_sweep, native_space, space_of_sweep
 from upshift.tuning.jobs import ServerPool
 from upshift.tuning.space import Space
 from upshift.tuning.storage import ignore_experimental_warnings, open_storage
-from upshift.tuning.study import StudyTrial, check_identity, has_other_identity, has_result, run_study
+from upshift.tuning.study import StudyTrial, check_identity, has_other_identity, may_replace, run_study
 from upshift.tuning.trainer_trial import RESULT, Request, TrainerRecipe
 
 WORKER = "upshift.tuning.trainer_trial"
@@ -64,7 +64,7 @@ def search(
     with ignore_experimental_warnings():
         study = optuna.create_study(directions=list(directions), **study_options)
         is_other = has_other_identity(study, identity) or _directions_of(study) != list(directions)
-        if is_other and study_options["load_if_exists"] and not has_result(study):  # its script was wrong, and was corrected
+        if is_other and study_options["load_if_exists"] and may_replace(study):  # its script was wrong, and was corrected
             optuna.delete_study(study_name=study.study_name, storage=study_options["storage"])
             study = optuna.create_study(directions=list(directions), **study_options)
     _check_same_study(study, directions, identity)

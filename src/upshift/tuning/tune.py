@@ -22,7 +22,7 @@ from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, Train
 from upshift.training.data.corpus import check_paths
 from upshift.training.loop.events import Event
 from upshift.tuning.backends import draw_values, optuna_distributions
-from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial, trial_folder
+from upshift.tuning.jobs import STEPS, FolderOwner, TrialRunner, claim_folder, own_folder, remove_trial, trial_folder
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
 from upshift.tuning.space import NOT_OF_TRIALS, RUN_FIELDS, Choices, Space, make_space, read_space
@@ -168,14 +168,21 @@ def tune(
 
 
 def _search(request: TuneRequest, progress: Progress) -> TuneResult:
-    """Check the request, open its study, and run trials until the study is complete or its budget is spent."""
+    """Check the request, and run its study in the folder that it owns."""
     start = time.monotonic()
     _check_jobs(request.jobs, request.options.get("fixed", ()))
     check_paths(request.data)  # before the study is made: it would keep the wrong path, and reject the right one
     training = _training_request(request)
     seconds = _budget_seconds(request)
     _check_lengths(request.model, request.space, training.sequence_length)
-    owner = check_folder(request.output, storage=request.storage, study_name=request.study_name)
+    with own_folder(request.output, storage=request.storage, study_name=request.study_name) as owner:
+        return _run(request, training, owner, progress, start=start, seconds=seconds)
+
+
+def _run(
+    request: TuneRequest, training: TrainRequest, owner: FolderOwner, progress: Progress, *, start: float, seconds: float | None
+) -> TuneResult:
+    """Open the study, and run trials until it is complete or its budget is spent. ``start``: a time of the monotonic clock."""
     model = request.model
     if request.mup_width is not None:
         model = str(write_search_model(training, request.mup_width, request.output / NARROW))

@@ -365,3 +365,60 @@ def test_a_temporary_directory_in_memory_is_not_used(tmp_path: Path, monkeypatch
 
 def test_the_loop_of_transformers_makes_its_containers_by_this_name() -> None:
     assert evaluation.CONTAINER_NAME in transformers.Trainer.evaluation_loop.__code__.co_names
+
+
+class Shared(BertForSequenceClassification):
+    """A script's own class, whose loss may be anything."""
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows that are gone once they are read."""
+
+    def __init__(self) -> None:
+        self.rows = iter(rows("classification"))
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+class RowLoss(nn.Module):
+    """A model of a script: transformers' Trainer takes the loss that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+        logits = self.inner(input_ids=input_ids, **inputs).logits
+        return {"loss": (logits @ logits.T).logsumexp(1).mean(), "logits": logits}
+
+
+def summed_ctc() -> Any:
+    model = classifier()
+    model.config.ctc_loss_reduction = "sum"  # Wav2Vec2's default
+    return model
+
+
+@pytest.mark.parametrize("case", [RowLoss, lambda: Shared(classifier().config), summed_ctc, "stream"])
+def test_a_loss_that_may_be_no_mean_is_not_computed_of_smaller_batches(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = classifier() if case == "stream" else case()
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=8, report_to="none", use_cpu=True, remove_unused_columns=False
+    )
+    data = Stream() if case == "stream" else rows("classification")
+    made = T(model=model, args=arguments, data_collator=fixed, eval_dataset=data)
+    sizes: list[int] = []
+    original = BertForSequenceClassification.forward
+
+    def refuse(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
+        sizes.append(len(input_ids))
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("simulated")
+        return original(self, input_ids=input_ids, **inputs)
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        made.evaluate()
+    assert sizes == [8]

@@ -3,8 +3,10 @@
 # ruff: noqa: F811  fixtures of another file
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from test_train import a_job, a_plan, home, prepared  # noqa: F401  fixtures
 from text_models import named, save_text_model
 
 import upshift
-from upshift.errors import RequestError
+from upshift.errors import Interrupted, RequestError
 from upshift.record import Record
+from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.job.job import run_job
-from upshift.training.run import train
+from upshift.training.loop.events import Evaluated
+from upshift.training.run import Watcher, train
 
 CHECKPOINTS = "trainer-checkpoints"
 WHAT_ENDS_ALIKE = ("loss_curve", "evaluations", "evaluation_metrics", "metrics", "end", "steps", "model_step")
@@ -105,6 +109,24 @@ def test_a_finished_task_takes_no_further_step(labelled: Path, tmp_path: Path) -
         labelled, tmp_path / "whole", arguments={"max_steps": 3, "save_steps": 3, "learning_rate": 1e-2}, resume=True
     )
     assert again.details["loss_curve"] == whole.details["loss_curve"]  # not a step more, as transformers would take
+
+
+def test_a_stopped_task_without_saved_steps_keeps_its_patience(labelled: Path, tmp_path: Path) -> None:
+    """Each evaluation is better than the one before, so that the patience never ends."""
+    arguments = {"max_steps": 5, "eval_steps": 1, "learning_rate": 3e-3, "early_stopping_patience": 2}
+    options: dict[str, Any] = {"arguments": arguments, "eval_data": str(labelled / "rows" / "train.jsonl"), "global_batch": 24}
+    options["fixed"] = ("per_device_train_batch_size=24", "precision=fp32", "torch_compile=off")
+
+    def interrupt(event: Any) -> None:
+        if isinstance(event, Evaluated) and event.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="after step 3 of 5"):
+        run_task(labelled, tmp_path / "out", watcher=Watcher(event=interrupt), **options)
+    resumed = run_task(labelled, tmp_path / "out", resume=True, **options)
+    losses = [loss for _, loss in resumed.details["evaluations"]]
+    assert losses == sorted(losses, reverse=True) and len(losses) == 5
+    assert resumed.details["end"] == "finished" and resumed.details["steps"] == 5
 
 
 @pytest.mark.parametrize(
@@ -194,3 +216,18 @@ def test_a_folder_with_something_of_value_is_not_taken(kept: str, failed_run: Pa
     with pytest.raises(RequestError, match=rf"is not empty \({kept}\); use --resume .*--overwrite"):
         train(str(home / "llama"), str(home / "data.jsonl"), output=failed_run, from_config=True)
     assert (failed_run / "upshift_report" / "rank-0.json").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("own_files", [("upshift_run.json",), ("trainer-checkpoints", "trainer_run.json")])
+def test_a_run_of_another_kind_takes_the_folder_too(own_files: tuple[str, ...], resume: bool, failed_run: Path) -> None:
+    """The loop and the tasks write files of other names. A task writes its findings beside its checkpoints."""
+    (failed_run / "trainer-checkpoints" / "upshift_report").mkdir(parents=True)
+    for name in ("trainer_run.json", "trainer-checkpoints/upshift_out_of_memory.jsonl"):
+        (failed_run / name).write_text("{}")
+    check_output_directory(failed_run, overwrite=False, resume=resume, own_files=own_files)
+    assert resume or [path.name for path in failed_run.iterdir()] == ["upshift_tensorboard"]
+    (failed_run / "trainer-checkpoints").mkdir(exist_ok=True)
+    (failed_run / "trainer-checkpoints" / "checkpoint-2").mkdir()
+    with pytest.raises(RequestError, match=r"is not empty \(trainer-checkpoints\)"):
+        check_output_directory(failed_run, overwrite=False, resume=False, own_files=own_files)

@@ -17,6 +17,9 @@ from segmenters import OF_PARTS, SEMANTIC, make_pictures, save_segmenter, write_
 
 import upshift
 from upshift.errors import RequestError
+from upshift.training.data.data_options import DataOptions
+from upshift.training.tasks.images.folders import has_pairs, paired_folder
+from upshift.training.tasks.rows import read_task_rows
 
 pytestmark = [
     pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images"),
@@ -205,6 +208,35 @@ def test_all_forms_of_label_images_are_read_alike(tmp_path: Path) -> None:
         curves[form] = losses_of(record)
     first, *others = curves.values()
     assert all(other == pytest.approx(first, rel=1e-5) for other in others), curves
+
+
+def test_a_table_beside_folders_of_images_is_read(tmp_path: Path) -> None:
+    """The table has the categories of the parts, which the names of the files do not tell."""
+    label_images = make_pictures(tmp_path, *SIZES)
+    label_images, entries = panoptic(label_images, as_names=False)
+    folder = in_folders(tmp_path, label_images)
+    assert has_pairs(folder)
+    rows = [
+        {"file_name": f"images/{number}.png", "mask": f"masks/{number}.png", "segments_info": each}
+        for number, each in enumerate(entries)
+    ]
+    (folder / "train" / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert not has_pairs(folder)
+    read = read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training
+    assert [row.fields["segments_info"] for row in read] == entries
+
+
+def test_a_folder_for_each_label_is_not_searched_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have millions of them, on a network."""
+    for name in ("train/masks/cat", "train/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1.png").touch()
+
+    def refuse(path: Path) -> bool:
+        raise AssertionError(f"{path} was looked at")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not has_pairs(tmp_path)
 
 
 def test_a_new_head_has_the_names_beside_the_data_and_encode_finds_them(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from upshift.errors import RequestError
 from upshift.training.tasks.metrics.answers import compare_answers
 from upshift.training.tasks.metrics.boxes import ImageBoxes, mean_average_precision
 from upshift.training.tasks.metrics.entities import read_entities, tag_metrics
+from upshift.training.tasks.metrics.pixels import LABEL_IMAGES, pixel_metrics
+from upshift.training.tasks.metrics.trainer import LabelTrainer
 from upshift.training.tasks.metrics.words import word_error_rate
 from upshift.training.tasks.texts import TextExample
 
@@ -296,3 +299,49 @@ def test_what_a_model_writes_down_is_scored(make: Any, tmp_path: Path) -> None:
             tokens = trained(**inputs).logits.argmax(-1)
     written = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     assert record.details["metrics"] == pytest.approx({"wer": word_error_rate(written, texts)})
+
+
+@pytest.mark.parametrize("name", ["MaskFormer", "Mask2Former", "OneFormer"])
+def test_images_of_a_batch_are_scored_as_single_ones(name: str, tmp_path: Path) -> None:
+    """A batch fills its images up to one size. The masks are as local as averages of pixels."""
+    options: dict[str, Any] = {"size": {"shortest_edge": 32, "longest_edge": 64}, "do_normalize": False}
+    if name == "OneFormer":
+        (tmp_path / "names.json").write_text(json.dumps({number: {"isthing": 1, "name": str(number)} for number in range(3)}))
+        options |= {"repo_path": None, "class_info_file": str(tmp_path / "names.json"), "num_text": 4}
+    processor = getattr(transformers, f"{name}ImageProcessorPil")(**options)
+    draws = np.random.default_rng(0)
+    blocks = [draws.integers(0, 256, (height // 8, width // 8, 3)) for width, height in ((64, 32), (32, 64), (40, 32))]
+    images = [np.kron(block, np.ones((8, 8, 1))).astype(np.uint8) for block in blocks]
+    real = [torch.from_numpy(image.argmax(-1) + 1) for image in images]
+    metrics = pixel_metrics(processor, 3)
+
+    def counts(*numbers: int) -> torch.Tensor:
+        more = {"task_inputs": ["semantic"] * len(numbers)} if name == "OneFormer" else {}
+        inputs = dict(processor([images[number] for number in numbers], return_tensors="pt", **more))
+        outputs = SimpleNamespace(
+            class_queries_logits=20 * torch.eye(3, 4).expand(len(numbers), 3, 4),
+            masks_queries_logits=torch.nn.functional.avg_pool2d(20 * inputs["pixel_values"] - 10, 4),
+        )
+        counted = metrics.predict(torch.nn.Module(), {**inputs, LABEL_IMAGES: [real[number] for number in numbers]}, outputs)
+        assert isinstance(counted, torch.Tensor)
+        return counted
+
+    batch, single = counts(0, 1, 2), torch.cat([counts(number) for number in range(3)])
+    assert torch.equal(batch, single)
+    assert batch[..., 0].sum() > 0.8 * batch[..., 2].sum()
+
+
+def test_a_batch_whose_labels_vanish_moves_nothing(tmp_path: Path) -> None:
+    """A label image may lose its labels when it is resized. The model's own mean of none is NaN."""
+    save_text_model(tmp_path, "BertForTokenClassification", **named("a", "b"))
+    model = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = LabelTrainer(model=model, args=arguments, metrics=None, early_stopping=None)
+    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.full((2, 4), -100)}
+    assert model(**inputs).loss.isnan()
+    for loss in (
+        trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(3)),
+        trainer.compute_loss(model, inputs, return_outputs=True)[0],
+    ):
+        loss.backward()
+        assert loss == 0 and all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import optuna
 import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution
+from searching_trainer import make_trainer
 from test_tune import CHEAP, home, new_study, searched  # noqa: F401  home is a fixture
 from typer.testing import CliRunner
 
@@ -23,6 +25,7 @@ from upshift.cli.main import app
 from upshift.errors import RequestError
 from upshift.tuning import trainer
 from upshift.tuning.storage import best_points, database_url, enqueue_warm_start, open_database, open_storage
+from upshift.tuning.study import open_study
 
 RATE = FloatDistribution(1e-4, 1e-1, log=True)
 
@@ -213,3 +216,79 @@ def test_a_study_is_begun_by_several_at_once(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(begin, range(4))) == [0] * 4
+
+
+def enqueue(study: optuna.Study) -> None:
+    study.enqueue_trial({"learning_rate": 1e-3})
+
+
+def describe(study: optuna.Study) -> None:
+    study.set_user_attr("notes", "mine")
+
+
+@pytest.mark.parametrize("fill", [enqueue, describe])
+@pytest.mark.parametrize("is_upshifts", [False, True])
+def test_what_a_user_put_into_a_study_is_not_deleted(
+    fill: Callable[[optuna.Study], None], is_upshifts: bool, tmp_path: Path
+) -> None:
+    """``upshift tune`` with other settings, and a search with another direction. ``is_upshifts``: a command made the study."""
+    storage = f"sqlite:///{tmp_path / 'mine.db'}"
+    options: dict[str, Any] = {"name": "s", "storage": storage, "folder": tmp_path, "pruner": "none", "seed": 0}
+    if is_upshifts:
+        open_study(**options, directions=("minimize",), identity={"model": "wrong"})
+    study = optuna.create_study(study_name="s", storage=storage, direction="minimize", load_if_exists=True)
+    fill(study)
+    before = (study.user_attrs.get("notes"), [trial.system_attrs for trial in study.trials])
+    trainer = make_trainer(tmp_path, [])
+    with pytest.raises(RequestError, match="has direction minimize, not maximize"):
+        trainer.hyperparameter_search(
+            backend="optuna",
+            n_trials=1,
+            hp_space={"learning_rate": [1e-3]},
+            direction="maximize",
+            study_name="s",
+            storage=storage,
+        )
+    if is_upshifts:
+        with pytest.raises(RequestError, match="has model 'wrong', not 'right'"):
+            open_study(**options, directions=("minimize",), identity={"model": "right"})
+    after = optuna.load_study(study_name="s", storage=storage)
+    assert (after.user_attrs.get("notes"), [trial.system_attrs for trial in after.trials]) == before
+
+
+def test_a_warm_start_does_not_keep_the_settings_of_a_wrong_command(tmp_path: Path) -> None:
+    earlier = optuna.create_study(study_name="s", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    space = {"learning_rate": FloatDistribution(1e-4, 1e-2)}
+    earlier.add_trial(optuna.trial.create_trial(params={"learning_rate": 1e-3}, distributions=space, value=1.0))
+    options: dict[str, Any] = {"name": "s", "storage": None, "folder": tmp_path / "new", "pruner": "none", "seed": 0}
+    study = open_study(**options, directions=("minimize",), identity={"model": "wrong"})
+    enqueue_warm_start(study, [str(tmp_path)], space)
+    assert [trial.state.name for trial in study.trials] == ["WAITING"]
+    assert not open_study(**options, directions=("minimize",), identity={"model": "right"}).trials
+
+
+def test_a_second_study_does_not_take_the_folder_of_one_that_runs(
+    home: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first has no trial yet. Another process of the same study may run beside it, and the folder is free afterwards."""
+    space = {"learning_rate": [1e-3]}
+    began: list[str] = []
+
+    def begin_another(study: optuna.Study, *_: Any, **__: Any) -> None:
+        began.append(study.study_name)
+        if began == ["first"]:
+            with pytest.raises(RequestError, match="is now used by the study 'first', kept there; .* give another --output"):
+                searched(home, tmp_path, space=space, study_name="second")
+            with pytest.raises(RequestError, match="is now used by the study 'first'"):
+                searched(home, tmp_path, space=space, study_name="first", storage=f"sqlite:///{tmp_path / 'other.db'}")
+            with pytest.raises(StopIteration):
+                searched(home, tmp_path, space=space, study_name="first")
+        raise StopIteration
+
+    monkeypatch.setattr("upshift.tuning.tune.run_study", begin_another)
+    for name in ("first", "second"):
+        with pytest.raises(StopIteration):
+            searched(home, tmp_path, space=space, study_name=name)
+    assert began == ["first", "first", "second"]

@@ -33,6 +33,7 @@ from upshift.training.checkpoint.directory import (
     check_room,
     file_sizes,
     find_checkpoints,
+    is_worthless,
     newest_checkpoint,
     remove_leftovers,
     writing,
@@ -113,7 +114,8 @@ def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Pat
     temporary = (MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp")
     names = {MODEL_LIST_NAME, LOCK_NAME, *temporary, *own_files}
     model = model_files(directory)
-    return [path for path in directory.iterdir() if path.name in names or _is_from_upshift(path, directory, model)]
+    entries = [*directory.iterdir()]
+    return [path for path in entries if path.name in names or is_worthless(path) or _is_from_upshift(path, directory, model)]
 
 
 def _is_from_upshift(path: Path, directory: Path, model: list[str]) -> bool:

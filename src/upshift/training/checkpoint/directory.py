@@ -81,17 +81,21 @@ def check_empty(path: Path) -> None:
         entries = sorted(path.iterdir())
     except OSError:
         return
-    kept = next((entry for entry in entries if not _is_worthless(entry)), None)
+    kept = next((entry for entry in entries if not is_worthless(entry)), None)
     if kept is not None:
         raise not_empty(path, kept)
 
 
-def _is_worthless(entry: Path) -> bool:
+def is_worthless(entry: Path) -> bool:
     """Return whether a run wrote this before its first checkpoint, so that nothing is lost with it."""
     if entry.is_symlink():
         return False
     if entry.name == TASK_CHECKPOINTS and entry.is_dir():
-        return all(TEMPORARY_CHECKPOINT.fullmatch(inside.name) for inside in entry.iterdir())
+        return all(_is_before_checkpoint(inside) for inside in entry.iterdir())
+    return _is_before_checkpoint(entry)
+
+
+def _is_before_checkpoint(entry: Path) -> bool:
     return entry.name in BEFORE_FIRST_CHECKPOINT or TEMPORARY_CHECKPOINT.fullmatch(entry.name) is not None
 
 

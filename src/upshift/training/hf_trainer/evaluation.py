@@ -20,8 +20,8 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from upshift.errors import JobFailed, RequestError
@@ -32,6 +32,9 @@ from upshift.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("upshift", "transformers")  # whose methods compute the loss of the model
+
+# Fields of configs whose values make a loss no mean over labels or rows: a sum, or one with a part that counts over the batch.
+OTHER_LOSSES = {"ctc_loss_reduction": "sum", "output_router_logits": True}
 
 BUFFER_BYTES = 32 * MIB  # the process needs twice that, because the heap has gaps between such tensors
 IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
@@ -247,6 +250,7 @@ class StreamedEvaluation(LibraryTrainer):
     """
 
     args: Any
+    eval_dataset: Any
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate as transformers.Trainer.evaluate does. If memory runs out, evaluate again with smaller batches."""
@@ -262,7 +266,7 @@ class StreamedEvaluation(LibraryTrainer):
             try:
                 return run(*arguments, **named)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or not self._upshift_may_halve_evaluation():
+                if not is_out_of_memory(error) or not self._upshift_may_halve_evaluation(*arguments, **named):
                     raise
             # Not in the except block: there the exception still holds the tensors of the failed try.
             rows = self.args.per_device_eval_batch_size
@@ -275,22 +279,33 @@ class StreamedEvaluation(LibraryTrainer):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _upshift_may_halve_evaluation(self) -> bool:
-        """Return whether an evaluation may begin again with half of the rows in a batch.
+    def _upshift_may_halve_evaluation(self, eval_dataset: Any = None, *_: Any, test_dataset: Any = None, **__: Any) -> bool:
+        """Return whether an evaluation may begin again with half of the rows in a batch. The data sets are those of its call.
 
         The loss has to be the mean of the model's own over labels or rows: other losses may compare the rows of a batch, or keep
         a count. Ranks would have to begin again together. A metric of the script that is updated after each batch has counted
-        some already. Workers that live on keep their batches.
+        some already. Workers that live on keep their batches. Rows that a script reads one after the other may be gone.
         """
         args = self.args
         keeps_batches = args.world_size > 1 or args.batch_eval_metrics or args.dataloader_persistent_workers
-        return args.per_device_eval_batch_size > 1 and not keeps_batches and self._upshift_has_models_loss()
+        if args.per_device_eval_batch_size <= 1 or keeps_batches or not self._upshift_has_models_loss():
+            return False
+        dataset = next((given for given in (eval_dataset, test_dataset) if given is not None), self.eval_dataset)
+        datasets = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+        return not any(
+            isinstance(each, IterableDataset) and type(each).__module__.partition(".")[0] != "datasets" for each in datasets
+        )
 
     def _upshift_has_models_loss(self: Any) -> bool:
-        """Return whether an evaluation computes the loss of a model of transformers, which does not compare its rows."""
+        """Return whether an evaluation computes the loss of a model of transformers, as a mean over labels or rows."""
         methods = (getattr(type(self), name) for name in ("compute_loss", "prediction_step"))
         is_own = any(method.__module__.partition(".")[0] not in LIBRARIES for method in methods)
-        return not (is_own or self.can_return_loss) and self.compute_loss_func is None
+        if is_own or self.can_return_loss or self.compute_loss_func is not None:
+            return False
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # of peft
+        config = getattr(model, "config", None)
+        is_other = any(getattr(config, name, None) == value for name, value in OTHER_LOSSES.items())
+        return isinstance(model, PreTrainedModel) and type(model).__module__.partition(".")[0] in LIBRARIES and not is_other
 
     def evaluation_loop(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -106,11 +106,23 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
-        since_best = [
-            logs for logs in state.log_history if EVALUATED_LOSS in logs and logs["step"] > (state.best_global_step or 0)
-        ]
-        self.early_stopping_patience_counter = len(since_best)
-        self.was_over = len(since_best) >= self.early_stopping_patience
+        self.early_stopping_patience_counter = _evaluations_since_best(
+            state.log_history, args.metric_for_best_model, larger_is_better=args.greater_is_better
+        )
+        self.was_over = self.early_stopping_patience_counter >= self.early_stopping_patience
+
+
+def _evaluations_since_best(log_history: Sequence[Mapping[str, Any]], metric: str, *, larger_is_better: bool) -> int:
+    """Return the number of evaluations after the one with the best value of ``metric``, or 0 without an evaluation.
+
+    transformers keeps the step of the best one only in a run that saves checkpoints at steps."""
+    best, since_best = -math.inf if larger_is_better else math.inf, 0
+    for logs in log_history:
+        if metric not in logs:
+            continue
+        is_better = logs[metric] > best if larger_is_better else logs[metric] < best
+        best, since_best = (logs[metric], 0) if is_better else (best, since_best + 1)
+    return since_best
 
 
 def measured_numbers(logs: Mapping[str, Any]) -> dict[str, float]:

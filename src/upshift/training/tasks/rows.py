@@ -204,7 +204,7 @@ def labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> F
     if not path.is_dir():
         return None
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not is_hidden(file.relative_to(path))]
-    if any(file_kind(file) != "text" and file.name not in METADATA_FILES for file in files):
+    if holds_table(files):
         return None
     media = [file for file in files if modality_of(file) is not None]
     if not media:
@@ -225,6 +225,11 @@ def _labelled(file: Path, path: Path) -> TaskRow:
     if not folders or (len(folders) == 1 and folders[0] in words):
         raise RequestError(f"{file} is in no folder of a label; make a folder for each label, such as {path.name}/cat/1.png")
     return TaskRow(str(file), {str(modality_of(file)): file.name, "label": file.parent.name}, file.parent)
+
+
+def holds_table(files: Sequence[Path]) -> bool:
+    """Return whether files of a folder have rows, so that its images and sounds are columns of them."""
+    return any(file_kind(file) != "text" and file.name not in METADATA_FILES for file in files)
 
 
 def is_hidden(file: Path) -> bool:

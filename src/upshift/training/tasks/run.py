@@ -142,7 +142,7 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         check_output_directory(
             output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES, checkpoints=output / CHECKPOINTS
         )
-    identity = _identity(request, source)
+    identity = _identity(request, source, task.kind)
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
     if watcher is not None:
         watcher.checked()
@@ -267,16 +267,16 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
     return model, new_weights
 
 
-def _identity(request: TrainRequest, source: ModelSource) -> dict[str, Any]:
+def _identity(request: TrainRequest, source: ModelSource, kind: TaskKind) -> dict[str, Any]:
     """Return what a run that resumes must have in common with the run before."""
     return {
         "adapter": request.as_adapter_options.model_dump(mode="json"),
         "model": source.model_hash,
         "data": str(Path(request.data).resolve()),
-        "eval_data": request.eval_data,
+        "eval_data": None if request.eval_data is None else str(Path(request.eval_data).resolve()),
         "global_batch": request.global_batch,
         "sequence_length": request.sequence_length,
-        "data_options": request.as_options.model_dump(mode="json"),
+        "data_options": request.as_options.model_dump(mode="json") | {"objective": kind},  # given, or found in the data
         "arguments": request.arguments.model_dump(mode="json", exclude=set(CHANGEABLE_ARGUMENTS)),
     }
 
@@ -424,7 +424,7 @@ def _train(
     if not leads:
         return None
     save_model(request.output, model, data.preprocessors)
-    _write_run_file(request.output, _identity(request, request.source()), finished=True)
+    _write_run_file(request.output, _identity(request, request.source(), task.kind), finished=True)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from upshift.errors import RequestError
 from upshift.loading.media_files import modality_of
 from upshift.training.data.data_files import EVALUATION_SPLIT, find_split, first_names, split_files
 from upshift.training.data.rows.row_slice import pick_split
-from upshift.training.tasks.rows import FolderRows, TaskRow, is_hidden
+from upshift.training.tasks.rows import FolderRows, TaskRow, holds_table, is_hidden
 
 IMAGE_FOLDERS = ("images", "image", "JPEGImages")
 LABEL_FOLDERS = ("masks", "mask", "annotations", "labels", "SegmentationClass")
@@ -35,9 +36,8 @@ def paired_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> Fol
 
 
 def has_pairs(path: Path) -> bool:
-    """Return whether a path is a folder with images beside label images."""
-    files = _media_of(path)
-    return any(_place(file, LABEL_FOLDERS) for file in files) and any(_place(file, IMAGE_FOLDERS) for file in files)
+    """Return whether a path is a folder with images beside label images, and without a table of them."""
+    return _media_beside_labels(path) is not None
 
 
 def names_beside(folder: Path) -> tuple[str, ...]:
@@ -58,10 +58,10 @@ def names_beside(folder: Path) -> tuple[str, ...]:
 
 
 def _find_pairs(path: Path) -> dict[Path, Path] | None:
-    """Return the label image of each image, or None if the folder has no folders of both."""
-    if not has_pairs(path):
+    """Return the label image of each image, or None if the folder has no folders of both, or has a table."""
+    files = _media_beside_labels(path)
+    if files is None:
         return None
-    files = _media_of(path)
     images = {path / file: place for file in files if (place := _place(file, IMAGE_FOLDERS)) is not None}
     labels: dict[tuple[str, ...], list[Path]] = {}
     for file in files:
@@ -77,12 +77,26 @@ def _find_pairs(path: Path) -> dict[Path, Path] | None:
     return {file: labels[place][0] for file, place in images.items()}
 
 
-def _media_of(path: Path) -> list[Path]:
-    """Return the images of a folder and of those in it, relative to it."""
-    if not path.is_dir():
-        return []
-    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if modality_of(file) == "image" and file.is_file())
-    return [file for file in files if not is_hidden(file)]
+def _media_beside_labels(path: Path) -> list[Path] | None:
+    """Return the images of a folder and of those in it, relative to it, or None if one kind is missing, or a table is there."""
+    if not _has_both_folders(path):
+        return None
+    files = sorted(file for file in path.rglob("*") if not is_hidden(file.relative_to(path)))
+    if holds_table(files):
+        return None
+    media = [file.relative_to(path) for file in files if modality_of(file) == "image" and file.is_file()]
+    has_both = all(any(_place(file, folders) for file in media) for folders in (IMAGE_FOLDERS, LABEL_FOLDERS))
+    return media if has_both else None
+
+
+def _has_both_folders(path: Path) -> bool:
+    """Return whether folders have the names of both kinds. No file is looked at: a folder may have millions, on a network."""
+    missing = [IMAGE_FOLDERS, LABEL_FOLDERS]
+    for _, folders, _ in os.walk(path):
+        missing = [names for names in missing if not set(names).intersection(folders)]
+        if not missing:
+            return True
+    return False
 
 
 def _place(file: Path, folders: Iterable[str]) -> tuple[str, ...] | None:

@@ -214,9 +214,12 @@ def _read_labels(
         progress(number, len(examples))
     if not values:
         raise RequestError(f"{rows.origin} has no label image with a label; write numbers of classes, such as 0 and 1")
-    if len(values) == 1 and is_binary and not rules.reduces:
+    if len(values) == 1 and is_binary and not (rules.reduces and rules.has_objects):
+        none, advice = NO_LABEL, "write 1 for it"
+        if rules.reduces:
+            none, advice = 0, "set do_reduce_labels to false in preprocessor_config.json, or write 1 and 2"
         raise RequestError(
-            f"all pixels of {rows.origin} have the label {next(iter(values))!r} or none: {NO_LABEL} is no label; write 1 for it"
+            f"all pixels of {rows.origin} have the label {next(iter(values))!r} or none: {none} is no label; {advice}"
         )
     least = 1 if rules.has_objects else 2
     labels = find_labels(source, values, has_head=has_head, class_names=rules.class_names, least=least)

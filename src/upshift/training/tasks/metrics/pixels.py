@@ -6,6 +6,7 @@ A pixel without a label does not count. The sizes are those of the label images,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from upshift.training.tasks.metrics.task_metrics import Inputs, TaskMetrics
 
 LABEL_IMAGES = "label_images"  # of a batch: for each row the classes of its pixels plus one [H, W]; 0 is no label
 
+FILLED = "pixel_mask"  # of a batch of a model that finds parts: 1 on the image, 0 on what fills it up at the right and below
+
 
 def pixel_metrics(processor: Any, num_labels: int) -> TaskMetrics:
     """Return the metrics of label images. ``processor``: the image processor, which makes a class for each pixel of outputs."""
@@ -24,7 +27,7 @@ def pixel_metrics(processor: Any, num_labels: int) -> TaskMetrics:
         """Return the pixels of images [rows, classes, 3]: those that are right, those predicted, and those of label images."""
         label_images = inputs[LABEL_IMAGES]
         sizes = [tuple(label_image.shape) for label_image in label_images]
-        found = processor.post_process_semantic_segmentation(outputs, target_sizes=sizes)
+        found = _classes(processor, inputs, outputs, sizes)
         return torch.stack([_count(*pair, num_labels) for pair in zip(found, label_images, strict=True)])
 
     def compute(predicted: np.ndarray, examples: Sequence[Any]) -> dict[str, float]:
@@ -38,6 +41,30 @@ def pixel_metrics(processor: Any, num_labels: int) -> TaskMetrics:
 
     names = ("mean_iou", "mean_accuracy", "pixel_accuracy")
     return TaskMetrics(larger_is_better=dict.fromkeys(names, True), predict=predict, compute=compute, own_inputs=(LABEL_IMAGES,))
+
+
+def _classes(processor: Any, inputs: Inputs, outputs: Any, sizes: list[tuple[int, ...]]) -> list[Tensor]:
+    """Return the class of each pixel of images, in the sizes of their label images.
+
+    Where an image is filled up to the largest of its batch, only the masks on the image itself are taken: transformers would
+    stretch all to the size."""
+    filled = inputs.get(FILLED)
+    if filled is None or bool(filled.all()):
+        found: list[Tensor] = processor.post_process_semantic_segmentation(outputs, target_sizes=sizes)
+        return found
+    found = []
+    for number, (size, real) in enumerate(zip(sizes, filled.bool(), strict=True)):
+        masks = outputs.masks_queries_logits[number : number + 1]
+        height, width = (
+            round(float(real.any(dim=other).float().mean()) * length)
+            for other, length in zip((1, 0), masks.shape[-2:], strict=True)
+        )
+        row = SimpleNamespace(
+            class_queries_logits=outputs.class_queries_logits[number : number + 1],
+            masks_queries_logits=masks[..., : max(height, 1), : max(width, 1)],
+        )
+        found += processor.post_process_semantic_segmentation(row, target_sizes=[size])
+    return found
 
 
 def _count(found: Tensor, label_image: Tensor, num_labels: int) -> Tensor:

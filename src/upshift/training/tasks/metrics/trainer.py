@@ -107,6 +107,10 @@ class LabelTrainer(TaskTrainer):
         """Return the loss of the labels of ``inputs``, as a share of the mean over ``num_items_in_batch`` labels."""
         is_ignored = inputs["labels"] == IGNORED
         of_model = {**inputs, "labels": inputs["labels"].masked_fill(is_ignored, self._ignored_label)}
+        if bool(is_ignored.all()):  # the mean of no labels would be NaN, and so would each later weight
+            _, outputs = super().compute_loss(model, of_model, return_outputs=True)
+            nothing = outputs["logits"].sum() * 0
+            return (nothing, outputs) if return_outputs else nothing
         result: Any = super().compute_loss(model, of_model, return_outputs=return_outputs)
         if num_items_in_batch is None:
             return result
