@@ -45,6 +45,7 @@ from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, Unload
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.batch_addresses import add_batch_addresses
+from upshift.serving.protocols.description import DescribedApp
 from upshift.serving.protocols.embeddings import CohereEmbedRequest, TeiEmbedRequest
 from upshift.serving.protocols.responses_addresses import ResponsesAddresses
 from upshift.serving.protocols.responses_requests import ResponsesRequest
@@ -510,7 +511,7 @@ def make_app(server: Server, site: Site = Site()) -> FastAPI:
         await server.responses.stop()
         await server.pool.stop()
 
-    app = FastAPI(title="upshift serve", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = DescribedApp(title="upshift serve", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_addresses(app, server, batches)
 
     @app.get("/metrics")

@@ -254,7 +254,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "broken"}]}, FAILED, "division by zero"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/completions", {"model": "tiny", "prompt": "x" * 200_000}, 413, "larger than 100,000 bytes"),
-    ("/v1/nothing", {}, 404, "Not Found"),
+    ("/v1/nothing", {}, 404, "this server has no address '/v1/nothing'; GET /docs lists"),
 ]
 
 

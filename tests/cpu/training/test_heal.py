@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_train import home  # noqa: F401
+from test_train import command_of, home  # noqa: F401
 
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.layout import Layout
@@ -32,7 +32,7 @@ HELD_BACK_SECONDS, START_SECONDS = 12.0, 60.0
 
 def processes() -> dict[int, int]:
     """Of the copies that run now: number -> pid. Each is the child of a fork server of its own; these are started in turn."""
-    servers = [child for child in psutil.Process().children() if child.cmdline()[-1:] == [WORKER]]
+    servers = [child for child in psutil.Process().children() if command_of(child)[-1:] == [WORKER]]
     found = enumerate(server.children() for server in sorted(servers, key=lambda one: (one.create_time(), one.pid)))
     return {number: children[0].pid for number, children in found if children}
 

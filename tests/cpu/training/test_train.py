@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def a_job(home: Path, output: Path, *, model: str = "llama", plan: Plan | None =
         model_reference=str(home / model), from_config=True, plan=plan or a_plan(), arguments=arguments,
         data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), **fields,
     )  # fmt: skip
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the command of a process, which one that has ended does not have."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def curve(record: Record) -> Curve:
@@ -498,7 +506,7 @@ def test_what_cannot_be_halved_fails_in_words(
 def test_a_killed_rank_fails_the_job(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 2:
-            (rank_0,) = (child for child in psutil.Process().children() if PROCESS in child.cmdline())
+            (rank_0,) = (child for child in psutil.Process().children() if PROCESS in command_of(child))
             (rank_1,) = rank_0.children()
             rank_1.kill()
 

@@ -25,7 +25,7 @@ MODEL = "one of GET /v1/models; may be left out if there is one"
 
 
 # For the description of the API: a server of several models wants the name of one, and TokenizeRequest checks the rest.
-NAMED_MODEL: JsonDict = {"required": ["model"], "properties": {"model": {"type": "string"}}}
+NAMED_MODEL: JsonDict = {"required": ["model"], "properties": {"model": {"type": "string", "minLength": 1}}}
 PROMPT_OR_CHAT: JsonDict = {
     "allOf": [NAMED_MODEL],
     "oneOf": [
