@@ -537,7 +537,7 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     """8 bits lose 0.0005 of the cosine, so that 4 lose at least 16 times as much: 0.008. A race without time runs its reference
     alone; one with other bounds goes by what it left out."""
     (tmp_path / "of_a_race").mkdir()
-    (tmp_path / "of_a_race" / "contest.py").write_text(RACED)
+    (tmp_path / "of_a_race" / "raced_setup.py").write_text(RACED)
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))

@@ -133,7 +133,7 @@ def test_a_stopped_task_without_saved_steps_keeps_its_patience(labelled: Path, t
     ("change", "words"),
     [
         ({"arguments": {**OF_TASK, "learning_rate": 0.5}}, "learning_rate=0.5 differs .* has learning_rate=0.1"),
-        ({"sequence_length": 7}, "sequence_length=7 differs .* has sequence_length=None"),
+        ({"sequence_length": 7}, "sequence_length=7 differs .* has no sequence_length"),
         ({"lora_rank": 2}, "you gave --lora-rank 2, and the run in .* has no --lora-rank"),
         ({"long_rows": "drop"}, "long_rows=drop differs"),
     ],
