@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from upshift.serving.protocols.tokenize import NAMED_MODEL
+NAMED_MODEL = {"required": ["model"], "properties": {"model": {"type": "string", "minLength": 1}}}
 
 
 class DescribedApp(FastAPI):

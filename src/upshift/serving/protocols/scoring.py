@@ -18,11 +18,10 @@ from pydantic_core import PydanticCustomError
 from upshift.serving.messages import Embed
 from upshift.serving.openai_requests import MAX_INPUTS, ONLY_DEFAULT
 from upshift.serving.protocols.chat_messages import NOT_KEPT, Body, CheckedBody
-from upshift.serving.protocols.tokenize import MODEL, NAMED_MODEL
+from upshift.serving.protocols.tokenize import MODEL
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 DOCUMENTS_OR_TEXTS: dict[str, Any] = {
-    "allOf": [NAMED_MODEL],
     "oneOf": [
         {"required": ["documents"], "properties": {"documents": {"type": "array"}, "texts": {"type": "null"}}},
         {"required": ["texts"], "properties": {"texts": {"type": "array"}, "documents": {"type": "null"}}},
@@ -110,7 +109,7 @@ def _score_form(first: str, second: str) -> dict[str, Any]:
 
 
 FORMS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
-SCORE_FORMS: dict[str, Any] = {"allOf": [NAMED_MODEL], "oneOf": [_score_form(first, second) for first, second in FORMS]}
+SCORE_FORMS: dict[str, Any] = {"oneOf": [_score_form(first, second) for first, second in FORMS]}
 
 
 class ScoreRequest(CheckedBody):

@@ -24,10 +24,8 @@ from upshift.serving.protocols.chat_messages import (
 MODEL = "one of GET /v1/models; may be left out if there is one"
 
 
-# For the description of the API: a server of several models wants the name of one, and TokenizeRequest checks the rest.
-NAMED_MODEL: JsonDict = {"required": ["model"], "properties": {"model": {"type": "string", "minLength": 1}}}
+# For the description of the API; TokenizeRequest checks the rest.
 PROMPT_OR_CHAT: JsonDict = {
-    "allOf": [NAMED_MODEL],
     "oneOf": [
         {
             "required": ["prompt"],
@@ -95,7 +93,5 @@ class TokenizeRequest(CheckedBody):
 
 
 class DetokenizeRequest(CheckedBody):
-    model_config = ConfigDict(json_schema_extra={"allOf": [NAMED_MODEL]})
-
     model: str | None = Field(None, description=MODEL)
     tokens: list[TokenId]
