@@ -75,8 +75,8 @@ class DataRead(Exception):
 
 
 def may_change() -> set[str]:
-    """Return the options that the page about runs lets a run change."""
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| `--.* \| You may ", line)]
+    """Return the options that the page about runs lets a run change, some of them under a condition."""
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| `--.* \| .*\b[Yy]ou may ", line)]
     assert len(rows) == 4
     return {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row.split("|")[1])}
 

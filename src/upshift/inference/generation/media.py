@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,12 +65,16 @@ def has_media(prompt: Any) -> bool:
     """Return whether a prompt has images: under "images", or as parts of its messages."""
     if isinstance(prompt, Mapping):
         return "images" in prompt or has_media(prompt.get("messages"))
-    return isinstance(prompt, list | tuple) and any(
-        isinstance(part, Mapping) and part.get("type") == IMAGE
-        for message in prompt
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-        for part in message["content"]
-    )
+    return isinstance(prompt, list | tuple) and any(True for _ in media_parts(prompt))
+
+
+def media_parts(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of messages that are images."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, Mapping) and part.get("type") == IMAGE:
+                yield part
 
 
 class MediaPrompts:

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError, UpshiftError
-from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media
+from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media, media_parts
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
 from upshift.loading.media_files import read_image_file
 from upshift.serving.messages import PromptEnding, TemplateOptions
@@ -142,7 +142,9 @@ class ChatTemplate:
         ending: PromptEnding,
         variables: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return what the template makes of a chat, as text or as token ids. Raise RequestError if it takes no such chat."""
+        """Return what the template makes of a chat, as text or as token ids. Raise RequestError if it takes no such chat.
+
+        Pictures whose parts have no data are not read: the chat has only the tokens that the template writes for them."""
         if self.takes_parts:
             messages = write_parts(messages)
         options: dict[str, Any] = {
@@ -153,7 +155,10 @@ class ChatTemplate:
         }
         try:
             if self._media is not None and has_media(messages):
-                return self._media.apply_template(read_pictures(messages), **options)
+                if any("data" in part for part in media_parts(messages)):
+                    return self._media.apply_template(read_pictures(messages), **options)
+                text = self._media.processor.apply_chat_template(messages, tokenize=False, **options)
+                return self._tokenizer(text, add_special_tokens=False).input_ids
             return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **options)
         except UpshiftError:
             raise

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.inference.generation.media import has_media
+from upshift.inference.generation.media import IMAGE, has_media
 
 # The fields of a message that people, tools or the model write. Some templates write the ids of calls into the prompt.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
@@ -53,6 +53,16 @@ class Chat(NamedTuple):
         tools = [_change_schema(tool, change) for tool in self.tools] if isinstance(self.tools, list) else self.tools
         return Chat(messages, tools, {name: _change_values(value, change) for name, value in self.variables.items()})
 
+    def leave_out_pictures(self) -> Chat:
+        """Return the chat with parts for its pictures that have no data. Reading it takes no time for the pictures."""
+        messages = [
+            message | {"content": [{"type": part["type"]} if part.get("type") == IMAGE else part for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in self.messages
+        ]
+        return self._replace(messages=messages)
+
 
 Read = Callable[[list[dict[str, Any]], Any, dict[str, Any]], list[int]]  # returns the token ids of the parts of a Chat
 
@@ -83,10 +93,9 @@ def read_as_text(
     possible_ids = {control_ids[token] for _, tokens in found_joints for token in tokens}
     if not (typed or borders):
         return read(*chat)
-    written = read(*chat)
     known_ids = set(control_ids.values())
 
-    def is_joined(ids: list[int]) -> bool:
+    def is_joined(chat: Chat, ids: list[int]) -> bool:
         """Return whether a chat has control tokens that it lacks where its texts have neutral characters at their borders.
 
         It is read again only if it has one of those that the borders may be a part of."""
@@ -100,15 +109,17 @@ def read_as_text(
             raise RequestError(
                 f"a chat with a picture has the text {typed[0]}, which is a control token of the model; leave it out"
             )
-        if is_joined(written):
+        outline = chat.leave_out_pictures()
+        if is_joined(outline, read(*outline)):
             raise RequestError(
                 "a chat with a picture has texts that become a control token of the model where the chat template joins them; "
                 "leave parts of control tokens out"
             )
-        return written
+        return read(*chat)
+    written = read(*chat)
     stand_ins = StandIns(control_ids, set(written), tokenizer)
     found = stand_ins.read(chat, read, joints, typed, []) if typed else written
-    return stand_ins.read(chat, read, joints, typed, borders) if is_joined(found) else found
+    return stand_ins.read(chat, read, joints, typed, borders) if is_joined(chat, found) else found
 
 
 class StandIns(NamedTuple):
