@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from upshift.debugging.step_faults import LEAK_STEPS, SETTLING, Signs, Step
+from upshift.debugging.step_faults import CHECK_INTERVAL, CONFIRMED_STEPS, LEAK_STEPS, SETTLING, Signs, Step
 from upshift.units import GIB, KIB, MIB
 
 HELD = 1 * GIB
 
 
-def growth(held: list[int]) -> float | None:
+def growth(held: list[int], free: float | None = None) -> float | None:
     signs = Signs(data_fix="")
     for size in [held[0]] * (SETTLING + 1) + held[1:]:
         signs.add(Step(seconds=0.1, data_seconds=0.0, compiled=0, held=size))
-    return signs.growth()
+    return signs.growth(lambda: free)
 
 
 def test_what_grows_with_every_step_is_a_leak() -> None:
-    assert growth([HELD + MIB * step for step in range(LEAK_STEPS + 1)]) == pytest.approx(MIB)
+    assert growth([HELD + MIB * step for step in range(CONFIRMED_STEPS + 1)]) == pytest.approx(MIB)
+
+
+def test_what_grows_in_the_first_steps_only_is_none() -> None:
+    """A demo's heap grew by 0.9 MiB in each of its first 44 steps, and by nothing later: its user read of a leak."""
+    series = [HELD + 900 * KIB * min(step, 44) for step in range(200)]
+    assert [growth(series[: number + 1], 20 * GIB) for number in range(LEAK_STEPS, 200, CHECK_INTERVAL)] == [None] * 42
+
+
+def test_a_leak_that_fills_the_memory_soon_is_reported_soon() -> None:
+    held = [HELD + 16 * MIB * step for step in range(LEAK_STEPS + 1)]
+    assert growth(held, 20 * GIB) is None
+    assert growth(held, 4 * GIB) == pytest.approx(16 * MIB)
 
 
 @pytest.mark.parametrize(
     "held",
     [
-        [HELD] * (LEAK_STEPS + 1),
-        [HELD] * (LEAK_STEPS // 2) + [HELD + 64 * MIB] * (LEAK_STEPS // 2 + 1),  # an evaluation
-        [HELD + 3 * KIB * step for step in range(LEAK_STEPS)] + [HELD + 64 * MIB],  # a checkpoint is written
+        [HELD] * (CONFIRMED_STEPS + 1),
+        [HELD] * (CONFIRMED_STEPS // 2) + [HELD + 64 * MIB] * (CONFIRMED_STEPS // 2 + 1),  # an evaluation
+        [HELD + 3 * KIB * step for step in range(CONFIRMED_STEPS)] + [HELD + 64 * MIB],  # a checkpoint is written
     ],
 )
 def test_one_jump_is_none(held: list[int]) -> None:
@@ -44,15 +56,15 @@ def test_a_leak_beside_new_sizes_is_found() -> None:
 
 def test_a_large_leak_is_found_though_each_step_has_a_new_size() -> None:
     signs = Signs(data_fix="")
-    for number in range(SETTLING + LEAK_STEPS + 1):
+    for number in range(SETTLING + CONFIRMED_STEPS + 1):
         signs.add(Step(seconds=0.1, data_seconds=0.0, compiled=0, held=HELD + number * 20 * MIB, has_new_size=True))
-    assert signs.growth() == pytest.approx(4 * MIB)
+    assert signs.growth(lambda: None) == pytest.approx(4 * MIB)
 
 
 def growth_with_new_sizes(leak: int) -> float | None:
     """Return the growth that is found where every third step has a new size, for which 15 MiB of code are kept."""
     signs = Signs(data_fix="")
-    for number in range(SETTLING + LEAK_STEPS + 1):
+    for number in range(SETTLING + CONFIRMED_STEPS + 1):
         held = HELD + number * leak + number // 3 * 15 * MIB
         signs.add(Step(seconds=0.1, data_seconds=0.0, compiled=0, held=held, has_new_size=number % 3 == 0))
-    return signs.growth()
+    return signs.growth(lambda: None)

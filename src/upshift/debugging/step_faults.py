@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from upshift.debugging.finding import Finding, warning
@@ -21,7 +22,9 @@ DATA_SHARE = 0.2  # of the step
 DATA_SECONDS = 0.005
 COMPILING_STEPS = 4  # steps of the window that compiled; a few new shapes are no fault
 LEAK_STEPS = 32
-QUARTERS = 4
+CONFIRMED_STEPS = 2 * LEAK_STEPS  # the heap of a process grows by 0.9 MiB in each of some 40 first steps, and then no more
+URGENT_STEPS = 10 * LEAK_STEPS  # memory that lasts for fewer is reported after LEAK_STEPS
+QUARTERS = 4  # of LEAK_STEPS
 # Less growth in LEAK_STEPS steps is no leak.
 LEAK_BYTES = 16 * MIB
 LEAK_SHARE = 0.005  # of the memory that the process holds
@@ -58,7 +61,7 @@ class Signs:
         self._newest: deque[Step] = deque(
             maxlen=WINDOW + 1
         )  # including the first steps, because torch stops compiling after eight graphs
-        self._steps: deque[Step] = deque(maxlen=LEAK_STEPS)
+        self._steps: deque[Step] = deque(maxlen=CONFIRMED_STEPS)
         self._count = 0
         self._reported: set[str] = set()
 
@@ -109,17 +112,31 @@ class Signs:
             fix=RECOMPILE_FIX,
         )
 
-    def growth(self) -> float | None:
+    def growth(self, free: Callable[[], float | None]) -> float | None:
         """Return the bytes by which memory grows in each step, or None if it does not grow steadily or is not known yet.
+
+        ``free`` returns the free bytes, or None if they are unknown. Growth must last for CONFIRMED_STEPS. LEAK_STEPS are enough
+        if memory would be full after URGENT_STEPS.
+        """
+        if len(self._steps) < LEAK_STEPS or self._count % CHECK_INTERVAL:
+            return None
+        growth = self._growth_of(LEAK_STEPS)
+        if growth is None:
+            return None
+        free_bytes = free()
+        if free_bytes is not None and free_bytes < URGENT_STEPS * growth:
+            return growth
+        return self._growth_of(CONFIRMED_STEPS) if len(self._steps) == CONFIRMED_STEPS else None
+
+    def _growth_of(self, number: int) -> float | None:
+        """Return the bytes by which memory grew in each of the newest steps, or None if it did not grow steadily in them.
 
         A single jump, such as an evaluation causes, is no leak. What a step with a new size adds is none either: libraries keep
         the code that they make for a size.
         """
-        if len(self._steps) < LEAK_STEPS or self._count % CHECK_INTERVAL:
-            return None
-        held_bytes = _without_new_sizes(list(self._steps))
+        held_bytes = _without_new_sizes(list(self._steps)[-number:])
         quarter = LEAK_STEPS // QUARTERS
-        levels = [statistics.median(held_bytes[start : start + quarter]) for start in range(0, LEAK_STEPS, quarter)]
+        levels = [statistics.median(held_bytes[start : start + quarter]) for start in range(0, number, quarter)]
         rises = [later - earlier for earlier, later in zip(levels, levels[1:], strict=False)]
         mean = sum(rises) / len(rises)
         if QUARTERS * mean < max(LEAK_BYTES, LEAK_SHARE * held_bytes[-1]) or min(rises) < 0.5 * mean:
@@ -143,7 +160,7 @@ def leak_finding(growth: float, *, grew: dict[str, float], free: float | None) -
     ``grew``: the bytes in each step, by the code that ran while memory grew. ``free``: the free bytes, or None if unknown.
     """
     named, largest = max(grew.items(), key=lambda item: item[1], default=("", 0.0))
-    evidence = f"over {LEAK_STEPS} steps"
+    evidence = f"over at least {LEAK_STEPS} steps"
     if free is not None:
         evidence += f"; the {format_bytes(free)} that are free last {free / growth:,.0f} more steps"
     shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in grew.items() if size > 0.1 * growth)

@@ -129,13 +129,15 @@ class RunMonitor:
 
     def _look_for_leak(self) -> None:
         if self._growth is None:
-            self._growth = self._signs.growth()
+            self._growth = self._signs.growth(self._free_bytes)
         elif self._attributed_steps_left > 0:
             self._attributed_steps_left -= 1
             if self._attributed_steps_left == 0:
-                free = torch.cuda.mem_get_info()[0] if self._on_device else free_memory_bytes()
                 growth_per_step = {name: size / ATTRIBUTED_STEPS for name, size in self._growth_bytes.items()}
-                self._report(leak_finding(self._growth, grew=growth_per_step, free=free))
+                self._report(leak_finding(self._growth, grew=growth_per_step, free=self._free_bytes()))
+
+    def _free_bytes(self) -> float | None:
+        return torch.cuda.mem_get_info()[0] if self._on_device else free_memory_bytes()
 
     def _report(self, finding: Finding) -> None:
         self._findings.append(finding)
