@@ -16,7 +16,7 @@ from upshift.planning.analysis.lock_file import _moved_numbers
 from upshift.planning.cost import memory, optimizer, process_memory, rates
 from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.partition import share_of, stage_of
-from upshift.planning.cost.time import idle_micro_batches
+from upshift.planning.cost.pipeline_schedule import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
 from upshift.planning.plan import Plan

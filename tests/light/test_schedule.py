@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from upshift.planning.cost.partition import micro_batches_in_flight
-from upshift.planning.cost.pipeline_schedule import Pass, idle_share, makespan, peak_in_flight, simulate
-from upshift.planning.cost.time import idle_micro_batches
+from upshift.planning.cost.pipeline_schedule import Pass, idle_micro_batches, idle_share, makespan, peak_in_flight, simulate
 from upshift.planning.layout import Layout, Schedule
 from upshift.planning.plan import Plan
 

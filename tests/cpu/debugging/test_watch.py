@@ -22,7 +22,8 @@ from watched_ranks import GONE, STOPPED
 from upshift.debugging.run_report import FOLDER, examine_run
 from upshift.errors import JobFailed
 from upshift.training.distributed import watchdog
-from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, Watchdog, describe_stall, find_straggler
+from upshift.training.distributed.stragglers import Heartbeat, PendingCollective, describe_stall, find_straggler
+from upshift.training.distributed.watchdog import Watchdog
 from upshift.training.loop.monitor import reporting_death
 
 HELPERS = Path(__file__).parents[1] / "helpers"

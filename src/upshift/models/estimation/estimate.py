@@ -10,11 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from upshift.models.estimation.sizes import DecoderSizes, check_files, positions_in_config, sizes_of
+from upshift.errors import RequestError
+from upshift.models.estimation.sizes import DecoderSizes, positions_in_config, sizes_of
 from upshift.models.profile import (
     CachedLayers,
     Declares,
@@ -33,6 +34,7 @@ TABLE = Path(__file__).parent / "decoder.json"
 SHORTEST = 64  # tokens; from there on the costs are polynomials
 NF4_BYTES = 0.516  # of a weight in 4 bits with its scales
 SUM = "+"  # marks a sum in the table
+TOLERATED = 0.01  # difference of the parameters in the files: biases, and norms of queries and keys
 UNTESTED = "a quick plan does not test it"
 
 
@@ -42,7 +44,7 @@ def estimate_profile(source: ModelSource, *, sequence_length: int, shapes: Mappi
     Raise RequestError for a model that the table is not for. ``shapes``: of the tensors in its files; empty: there are none.
     """
     sizes = sizes_of(source)
-    check_files(sizes, shapes, source.reference)
+    _check_files(sizes, shapes, source.reference)
     kind = "full" if source.adapter is None else "lora" if source.quantized_from is None else "qlora"
     table = _table()[kind]
     steps = tuple(StepTrace.model_validate(_step(step, sizes)) for step in table)
@@ -89,6 +91,16 @@ def estimate_profile(source: ModelSource, *, sequence_length: int, shapes: Mappi
         backward_flops=_flops(sizes, 1.0 if sizes.rank else 2.0, 2.0, 2.0),
         is_estimated=True,
     )
+
+
+def _check_files(sizes: DecoderSizes, shapes: Mapping[str, Sequence[int]], reference: str) -> None:
+    """Raise RequestError if the tensors in the model's files are not those that the sizes give. ``shapes``: by name."""
+    stored = sum(prod(shape) for shape in shapes.values())
+    if shapes and abs(stored / sizes.total - 1) > TOLERATED:
+        raise RequestError(
+            f"--quick expects {sizes.total:,} parameters from the sizes in the config, and the files of {reference!r} have "
+            f"{stored:,}; leave --quick out to trace the model"
+        )
 
 
 @cache

@@ -1,9 +1,7 @@
-"""Read the sizes of a decoder from its config, and check them against the shapes in its files."""
+"""Read the sizes of a decoder from its config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 from upshift.errors import RequestError
@@ -24,7 +22,6 @@ OTHER_COMPUTATIONS = (
     "mamba_d_state",
 )
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
-TOLERATED = 0.01  # difference of the parameters in the files: biases, and norms of queries and keys
 
 
 class DecoderSizes(NamedTuple):
@@ -144,16 +141,6 @@ def _rank_of(source: ModelSource) -> int:
             f"{source.base_dtype}; leave --quick out"
         )
     return int(adapter["r"])
-
-
-def check_files(sizes: DecoderSizes, shapes: Mapping[str, Sequence[int]], reference: str) -> None:
-    """Raise RequestError if the tensors in the model's files are not those that the sizes give. ``shapes``: by name."""
-    stored = sum(prod(shape) for shape in shapes.values())
-    if shapes and abs(stored / sizes.total - 1) > TOLERATED:
-        raise RequestError(
-            f"--quick expects {sizes.total:,} parameters from the sizes in the config, and the files of {reference!r} have "
-            f"{stored:,}; leave --quick out to trace the model"
-        )
 
 
 def positions_in_config(source: ModelSource) -> int | None:

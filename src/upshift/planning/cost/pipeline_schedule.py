@@ -1,4 +1,6 @@
-"""Simulate when each pipeline rank runs which pass, in unit times: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
+"""Find how long the ranks of a pipeline wait: by a formula, and by a simulation of the schedules in unit times.
+
+The schedules are GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
 A rank runs its passes in the order of its schedule, each as soon as the passes it depends on have ended. A forward pass (F)
 takes 1, a backward pass (B) takes 2. zero_bubble cuts the backward pass into the gradient of the input (B) and those of the
@@ -14,6 +16,7 @@ from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 from upshift.planning.layout import Schedule
+from upshift.planning.plan import Plan
 
 Kind = Literal["F", "B", "W"]
 Order = list[tuple[Kind, int, int]]
@@ -145,3 +148,21 @@ def peak_in_flight(passes: Sequence[Pass], rank: int, *, virtual_stages: int = 1
         elif item.rank == rank and item.kind == until:
             in_flight -= 1
     return peak / virtual_stages
+
+
+def idle_micro_batches(plan: Plan) -> float:
+    """Return for how many micro-batches' time a pipeline rank waits in a step.
+
+    The formula is from Narayanan et al. 2021 (section 2.2). For zero_bubble it is the third that is left when weights' gradients
+    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay, as a simulation of the schedules
+    shows.
+    """
+    layout = plan.layout
+    ranks = layout.pipeline_parallel
+    missing_micro_batches = max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
+    if layout.pipeline_schedule == "zero_bubble":
+        return (ranks - 1 + missing_micro_batches) / 3.0
+    if layout.pipeline_schedule == "interleaved_1f1b":
+        stages_per_rank = layout.virtual_stages
+        return (ranks - 1 + missing_micro_batches * (stages_per_rank - 1)) / stages_per_rank
+    return float(ranks - 1)

@@ -26,6 +26,7 @@ from upshift.planning.cost.optimizer import (
     update_words,
 )
 from upshift.planning.cost.partition import Stage, deciding_shares
+from upshift.planning.cost.pipeline_schedule import idle_micro_batches
 from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, offload_wait_seconds, predict_rates
 from upshift.planning.cost.segments import micro_batch_key, place_segments
 from upshift.planning.plan import ALONE, Plan
@@ -253,24 +254,6 @@ def _sum_of_terms(terms: dict[str, float], others: dict[str, float]) -> dict[str
 def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:
     compiling = {"off": 0.0, "layer": LAYER_COMPILE_SECONDS, "model": MODEL_COMPILE_SECONDS * max(profile.num_layers, 1)}
     return compiling[plan.torch_compile] + compile_seconds(profile, plan)
-
-
-def idle_micro_batches(plan: Plan) -> float:
-    """Return for how many micro-batches' time a pipeline rank waits in a step.
-
-    The formula is from Narayanan et al. 2021 (section 2.2). For zero_bubble it is the third that is left when weights' gradients
-    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay, as a simulation of the schedules
-    shows.
-    """
-    layout = plan.layout
-    ranks = layout.pipeline_parallel
-    missing_micro_batches = max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
-    if layout.pipeline_schedule == "zero_bubble":
-        return (ranks - 1 + missing_micro_batches) / 3.0
-    if layout.pipeline_schedule == "interleaved_1f1b":
-        stages_per_rank = layout.virtual_stages
-        return (ranks - 1 + missing_micro_batches * (stages_per_rank - 1)) / stages_per_rank
-    return float(ranks - 1)
 
 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
