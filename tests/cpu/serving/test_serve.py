@@ -403,6 +403,9 @@ return bodies.length;
 """
 
 
+HIDDEN_BELOW = "const main = document.querySelector('main'); return main.scrollHeight - main.scrollTop - main.clientHeight"
+
+
 def check_interruptions(page: Page) -> None:
     """Stop and New chat while an answer comes, and Enter of an input method: by a server that the test plays."""
 
@@ -429,9 +432,15 @@ def check_interruptions(page: Page) -> None:
     assert page.text("main") == "" and idle()
     page.type("#text", "four\ue007")
     wait(lambda: page.run("return bodies.length") == 4)
-    page.run("say('new'); end()")
+    page.run("say('new ' + 'line\\n'.repeat(200))")
+    wait(lambda: "new" in page.text("main"))
+    assert page.run(HIDDEN_BELOW) < 2, "the page follows an answer"
+    page.run("document.querySelector('main').scrollTop = 0; say('last')")
+    wait(lambda: "last" in page.text("main"))
+    assert page.run(HIDDEN_BELOW) > 1000, "who reads its beginning is left there"
+    page.run("end()")
     wait(idle)
-    assert page.run("return bodies[3]") == ["four"] and "old" not in page.text("main") and "new" in page.text("main")
+    assert page.run("return bodies[3]") == ["four"] and "old" not in page.text("main")
 
 
 def test_a_chat_in_a_browser(server: Running, tmp_path: Path) -> None:
