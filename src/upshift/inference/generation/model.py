@@ -141,11 +141,14 @@ def load_model(
 ) -> Any:
     """Load the model in a precision on a device, or with its weights placed by ``where``."""
     from upshift.inference.torch_settings import DTYPES
-    from upshift.loading.load import load_source
+    from upshift.loading.load import load_placed, load_source
 
     generation_task(source)
-    model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"), placement_options=where)
-    return model if where is not None else model.to(device)
+    dtype = DTYPES.get(precision, "auto")
+    if where is not None:
+        return load_placed(source, where, dtype=dtype)
+    model: Any = load_source(source, dtype=dtype)
+    return model.to(device)
 
 
 def on_model(model: Any, tensor: Any) -> Any:
