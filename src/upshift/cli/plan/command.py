@@ -169,9 +169,9 @@ def command(
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
-        lengths=_read_lengths(model, data, length, options), program=read_program(program, has_images=has_images),
+        lengths=_read_lengths(source, data, length, options), program=read_program(program, has_images=has_images),
     )  # fmt: skip
-    lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
+    lengths_at = None if data is None or options.has_pairs else _lengths_at(source, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
@@ -238,34 +238,31 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
         check(source)
 
 
-def _read_lengths(model: str, data: str | None, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
+def _read_lengths(source: ModelSource, data: str | None, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
     """Return the lengths of the sequences of ``data``, or None if every sequence is full or there is no data."""
     if data is None:
         return None
-    from upshift.training.run import length_histogram  # reading data needs tokenizers
+    from upshift.training.data.dataset import prepare_data  # reading data needs tokenizers
 
     with tables.step(f"Reading the lengths of {data}"):
-        lengths: LengthHistogram | None = length_histogram(model, data, sequence_length=sequence_length, options=options)
-    return lengths
+        return prepare_data(source, data, sequence_length=sequence_length, options=options).histogram.unless_full()
 
 
-def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], LengthHistogram | None]:
+def _lengths_at(source: ModelSource, data: str, options: DataOptions) -> Callable[[int], LengthHistogram | None]:
     """Return a function of a sequence length: the lengths of ``data`` cut at it, or None if every sequence is full then.
 
     It reads the documents once, when it is first called."""
 
     @cache
     def read_documents() -> WholeDocuments:
-        from upshift.models.source import find_model
         from upshift.training.data.dataset import read_whole_documents  # reading data needs tokenizers
 
         with tables.step(f"Reading the documents of {data}"):
-            return read_whole_documents(find_model(model), data, options)
+            return read_whole_documents(source, data, options)
 
     @cache
     def lengths_at(sequence_length: int) -> LengthHistogram | None:
-        histogram = read_documents().histogram(sequence_length)
-        return None if histogram.mean >= histogram.sequence_length else histogram
+        return read_documents().histogram(sequence_length).unless_full()
 
     return lengths_at
 
