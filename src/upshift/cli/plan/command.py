@@ -9,20 +9,16 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    ChatTemplateOption,
-    DataFormat,
     GlobalBatch,
     Html,
     Images,
     Json,
-    LongRowsOption,
-    LossOnOption,
     MaxGradNorm,
     MaxLatency,
     MaxTpot,
@@ -33,13 +29,11 @@ from upshift.cli.options import (
     PromptLength,
     SequenceLength,
     Set,
-    SplitOption,
-    TextColumn,
-    data_options_of,
     option,
     split_names,
     with_adapter_options,
     with_layout_flags,
+    with_row_options,
 )
 from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
@@ -127,13 +121,13 @@ Rows = Annotated[
 
 @with_layout_flags
 @with_adapter_options
+@with_row_options
 def command(
-    context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
-    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
-    data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
-    split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    context: typer.Context, model: Model, adapter: AdapterOptions, row_options: dict[str, Any],
+    sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False,
+    set_: Set = None, allow: AllowAny = "", data: Data = None, images_: Images = None, objective: ObjectiveOption = None,
+    risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True,
+    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -159,7 +153,7 @@ def command(
     asked.check(on)
     target = exchange.write_target(write)
     fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
-    options = data_options_of(locals())
+    options = DataOptions.from_fields({**row_options, "objective": objective})
     _check_options(risk, data, options, largest, html)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
