@@ -13,27 +13,21 @@ from rich.text import Text
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    ChatTemplateOption,
     Data,
-    DataFormat,
     EvalSizeOption,
-    LongRowsOption,
-    LossOnOption,
     Model,
     ObjectiveOption,
     SequenceLength,
-    SplitOption,
-    TextColumn,
-    data_options_of,
     option,
+    with_row_options,
 )
 from upshift.cli.usage.commands import HelpCommand, HelpGroup
 from upshift.cli.usage.help_page import Panel
 from upshift.training.arguments import SEEDS
+from upshift.training.data.data_options import DataOptions
 
 if TYPE_CHECKING:
     from upshift.models.source import ModelSource
-    from upshift.training.data.data_options import DataOptions
     from upshift.training.data.dataset import TrainingData
     from upshift.training.tasks.prepare import TaskModel
 
@@ -65,22 +59,18 @@ LEARNED_BRACKETS = ("[[", "]]")  # around what is learned, where there is no col
 
 
 @app.command("show", cls=HelpCommand, epilog="upshift data show MODEL --data chats.jsonl")
+@with_row_options
 def show(
     model: Model,
     data: Data,
+    row_options: dict[str, Any],
     objective: ObjectiveOption = None,
     sequence_length: SequenceLength = None,
     rows: Rows = 3,
-    text_column: TextColumn = None,
-    data_format: DataFormat = None,
-    loss_on: LossOnOption = None,
-    chat_template: ChatTemplateOption = None,
-    split: SplitOption = None,
-    long_rows: LongRowsOption = None,
     eval_size: EvalSizeOption = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
-    options = data_options_of(locals())
+    options = DataOptions.from_fields({**row_options, "objective": objective, "eval_size": eval_size})
     from upshift.models.source import find_model_to_train
     from upshift.training.data.corpus import check_paths
 
@@ -154,23 +144,19 @@ def _marked_text(parts: Any) -> Text:
 
 
 @app.command("to-tfrecord", cls=HelpCommand, epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records")
+@with_row_options
 def to_tfrecord(
     model: Model,
     data: Data,
     output: Output,
+    row_options: dict[str, Any],
     sequence_length: SequenceLength = None,
     shards: Shards = 1,
-    text_column: TextColumn = None,
-    data_format: DataFormat = None,
-    loss_on: LossOnOption = None,
-    chat_template: ChatTemplateOption = None,
-    split: SplitOption = None,
-    long_rows: LongRowsOption = None,
     eval_size: EvalSizeOption = None,
     seed: Seed = 42,
 ) -> None:
     """Tokenize data once, and write it as TFRecord files for upshift train --backend xla."""
-    options = data_options_of(locals())
+    options = DataOptions.from_fields({**row_options, "eval_size": eval_size})
     from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift data to-tfrecord")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
 from upshift.models.source import ALL_LINEAR, AdapterOptions
 from upshift.planning.layout import FullyShard
 from upshift.planning.plan import changes_of_mathematics
-from upshift.training.data.data_options import DataOptions, LongRows, LossOn, ObjectiveName
+from upshift.training.data.data_options import LongRows, LossOn, ObjectiveName
 from upshift.training.data.row_formats import RowFormat
 
 
@@ -461,16 +461,6 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
-def data_options_of(options: Mapping[str, Any]) -> DataOptions:
-    """Return what the user says of the data. ``options``: options of the command, by name."""
-    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields if name in options})
-
-
-def adapter_options_of(options: Mapping[str, Any]) -> AdapterOptions:
-    """Return the adapter that the user wants to train. ``options``: options of the command, by name."""
-    return AdapterOptions.from_fields({name: options[name] for name in AdapterOptions.model_fields})
-
-
 class LayoutFlag(NamedTuple):
     """An option that is short for ``--set field=value``."""
 
@@ -503,27 +493,17 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command_with_flags
 
 
-def with_adapter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes the options of an adapter, and passes them to ``command`` as its argument ``adapter``."""
-
-    @wraps(command)
-    def command_with_options(**arguments: Any) -> None:
-        others = {name: value for name, value in arguments.items() if name not in AdapterOptions.model_fields}
-        command(**others, adapter=adapter_options_of(arguments))
-
-    _replace_signature(command_with_options, command, list(ADAPTER_PARAMETERS), without="adapter")
-    return command_with_options
-
-
-def with_options_as(argument: str, parameters: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
-    """Return a decorator of commands. It adds these options, and passes their values by name in one argument."""
+def with_options_as(
+    argument: str, parameters: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any] = dict
+) -> Callable[[Command], Command]:
+    """Return a decorator of commands. It adds these options, and passes what is made of their values by name in one argument."""
     names = [parameter.name for parameter in parameters]
 
     def decorate(command: Command) -> Command:
         @wraps(command)
         def command_with_options(**arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in names}
-            command(**arguments, **{argument: given})
+            command(**arguments, **{argument: make(given)})
 
         _replace_signature(command_with_options, command, list(parameters), without=argument)
         return command_with_options
@@ -546,6 +526,16 @@ ADAPTER_PARAMETERS = (
     parameter_of("lora_dora", LoraDora, False),
     parameter_of("load_in_4bit", FourBits, False),
 )
+with_adapter_options = with_options_as("adapter", ADAPTER_PARAMETERS, AdapterOptions.from_fields)
+ROW_PARAMETERS = (
+    parameter_of("text_column", TextColumn, None),
+    parameter_of("data_format", DataFormat, None),
+    parameter_of("loss_on", LossOnOption, None),
+    parameter_of("chat_template", ChatTemplateOption, None),
+    parameter_of("split", SplitOption, None),
+    parameter_of("long_rows", LongRowsOption, None),
+)
+with_row_options = with_options_as("row_options", ROW_PARAMETERS)
 
 
 def _replace_signature(

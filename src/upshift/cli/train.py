@@ -12,24 +12,18 @@ import typer
 from upshift.cli import tables, train_xla
 from upshift.cli.options import (
     Allow,
-    ChatTemplateOption,
     Data,
-    DataFormat,
     Epochs,
     EvalSizeOption,
     FromConfig,
     GlobalBatch,
     Json,
-    LongRowsOption,
-    LossOnOption,
     MaxGradNorm,
     Model,
     ObjectiveOption,
     Overwrite,
     SequenceLength,
     Set,
-    SplitOption,
-    TextColumn,
     check_file,
     option,
     output_folder,
@@ -38,6 +32,7 @@ from upshift.cli.options import (
     with_adapter_options,
     with_layout_flags,
     with_options_as,
+    with_row_options,
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import FOREIGN_READERS, HelpCommand
@@ -346,11 +341,13 @@ PREFERENCE_OPTIONS = (
 @with_layout_flags
 @with_adapter_options
 @with_options_as("preferences", PREFERENCE_OPTIONS)
+@with_row_options
 def command(
     model: Model,
     data: Data,
     adapter: AdapterOptions,
     preferences: dict[str, Any],
+    row_options: dict[str, Any],
     eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     objective: ObjectiveOption = None,
@@ -376,12 +373,6 @@ def command(
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
     mup_base: MupBase = None,
-    text_column: TextColumn = None,
-    data_format: DataFormat = None,
-    loss_on: LossOnOption = None,
-    chat_template: ChatTemplateOption = None,
-    split: SplitOption = None,
-    long_rows: LongRowsOption = None,
     eval_size: EvalSizeOption = None,
     plan: PlanFile = None,
     set_: Set = None,
@@ -399,7 +390,7 @@ def command(
     from_llama_factory: FromLlamaFactory = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
-    request = request_of(locals() | adapter.model_dump() | preferences)
+    request = request_of(locals() | adapter.model_dump() | preferences | row_options)
     request.check_rank()
     _run(request, backend, as_json=as_json)
 

@@ -14,30 +14,25 @@ from rich.table import Table
 from upshift.cli import tables
 from upshift.cli import train as train_command
 from upshift.cli.options import (
+    ROW_PARAMETERS,
     Allow,
-    ChatTemplateOption,
     Data,
-    DataFormat,
     Epochs,
     EvalSizeOption,
     FromConfig,
     GlobalBatch,
     Html,
     Json,
-    LongRowsOption,
-    LossOnOption,
     Model,
     SequenceLength,
     Set,
-    SplitOption,
-    TextColumn,
     check_file,
-    data_options_of,
     option,
     output_folder,
     split_names,
     with_adapter_options,
     with_layout_flags,
+    with_row_options,
 )
 from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
@@ -46,6 +41,7 @@ from upshift.errors import MissingExtra
 from upshift.importing import importing
 from upshift.models.source import AdapterOptions
 from upshift.training.arguments import SEEDS
+from upshift.training.data.data_options import DataOptions
 from upshift.units import format_seconds
 from upshift.versions import installed_version
 
@@ -173,16 +169,11 @@ TrialSeconds = Annotated[
     ),
 ]  # fmt: skip
 TRAINING_OPTIONS = (  # options of this command that change a training, and that `upshift train` has, too
-    "global_batch",
     "sequence_length",
+    "global_batch",
     "max_steps",
     "epochs",
-    "text_column",
-    "data_format",
-    "loss_on",
-    "chat_template",
-    "split",
-    "long_rows",
+    *(parameter.name for parameter in ROW_PARAMETERS),
     "eval_size",
     "seed",
     "set_",
@@ -192,10 +183,12 @@ TRAINING_OPTIONS = (  # options of this command that change a training, and that
 
 @with_layout_flags
 @with_adapter_options
+@with_row_options
 def command(
     model: Model,
     data: Data,
     adapter: AdapterOptions,
+    row_options: dict[str, Any],
     space: Space,
     output: Output = Path("upshift-tune"),
     trials: Trials = 20,
@@ -215,12 +208,6 @@ def command(
     warm_start: WarmStart = None,
     mup_width: MupWidth = None,
     from_config: FromConfig = False,
-    text_column: TextColumn = None,
-    data_format: DataFormat = None,
-    loss_on: LossOnOption = None,
-    chat_template: ChatTemplateOption = None,
-    split: SplitOption = None,
-    long_rows: LongRowsOption = None,
     eval_size: EvalSizeOption = None,
     seed: Seed = 42,
     set_: Set = None,
@@ -231,8 +218,9 @@ def command(
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
     _check_request(model, data, space, html)
-    training_options = {name: value for name, value in locals().items() if name in TRAINING_OPTIONS}
-    of_data = data_options_of({**locals(), "objective": None})  # here it is what the search optimizes
+    options = {**locals(), **row_options}
+    training_options = {name: options[name] for name in TRAINING_OPTIONS}
+    of_data = DataOptions.from_fields({**row_options, "eval_size": eval_size})
     with importing():
         from upshift.tuning.tune import tune
 

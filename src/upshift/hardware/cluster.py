@@ -152,14 +152,20 @@ def _ring_seconds(tensor: Any, group: Any) -> float:
 
 def _minimum(values: Sequence[Number | None]) -> Number | None:
     """Return the smallest value, or None (unknown) if a value is unknown."""
-    known_values = [value for value in values if value is not None]
-    return min(known_values) if known_values and len(known_values) == len(values) else None
+    known_values = _all_known(values)
+    return min(known_values) if known_values else None
 
 
 def _maximum(values: Sequence[Number | None]) -> Number | None:
     """Return the largest value, or None (unknown) if a value is unknown."""
+    known_values = _all_known(values)
+    return max(known_values) if known_values else None
+
+
+def _all_known(values: Sequence[Number | None]) -> list[Number]:
+    """Return the values, or none of them if one is unknown."""
     known_values = [value for value in values if value is not None]
-    return max(known_values) if known_values and len(known_values) == len(values) else None
+    return known_values if len(known_values) == len(values) else []
 
 
 def _smallest_gpu(gpus: Sequence[Gpu]) -> Gpu | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.inference.registry import EngineName, Precision
 from upshift.inference.weights import needed_memory
+from upshift.loading.placement.memory_limits import memory_limits
 from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
@@ -37,6 +40,11 @@ def free_memory(host: Host) -> int | None:
     """Return the free bytes on the device that runs the model."""
     device = host.gpu or host.cpu
     return None if device is None else device.free_memory_bytes
+
+
+def available_memory(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | None:
+    """Return the bytes of memory for the model and its work: the user's limit of the CPU, or what is free. None: unknown."""
+    return free_memory(host) if max_memory is None else memory_limits(host, max_memory)["cpu"]
 
 
 def reference_precision(source: ModelSource, host: Host, tensor_parallel: int = 1) -> Precision:

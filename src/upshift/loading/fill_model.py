@@ -82,7 +82,7 @@ class Filling:
         self.tensors = tensors
         self.names = names
         self._dtype = dtype
-        self._quantizer = quantizer
+        self.quantizer = quantizer
         self._empty = model.state_dict()
         self._staging = Staging()
         self._mappings = SharedMappings([])
@@ -108,7 +108,7 @@ class Filling:
         bytes_done = 0
         for group, weights in self._read_groups(device_of, targets_by_group):
             for name, tensor in weights.items():
-                SET_TENSOR.get()(self.model, name, tensor, self.info, self._quantizer)
+                SET_TENSOR.get()(self.model, name, tensor, self.info, self.quantizer)
             bytes_done += self._num_bytes(group)
             if progress is not None:
                 progress(bytes_done, total)
@@ -141,7 +141,7 @@ class Filling:
             map_function = map if pool is None else pool.map
             loaded = map_function(lambda name: self._load(name, group.target, device), names)
             tensors = dict(zip(names, loaded, strict=True))
-            quantizer = self._quantizer if self._is_quantized(group.target) else None
+            quantizer = self.quantizer if self._is_quantized(group.target) else None
             return convert_group(group, tensors, self.model, quantizer=quantizer, info=self.info if quantizer else None)
         return {group.target: self._load(names[0], group.target, device)}
 
@@ -198,7 +198,7 @@ class Filling:
         return group.converter is None and not self._is_quantized(group.target)
 
     def _is_quantized(self, target: str) -> bool:
-        return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
+        return self.quantizer is not None and bool(self.quantizer.param_needs_quantization(self.model, target))
 
     def _check_shapes(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the weights that each group fills, by the name of the group's first weight.

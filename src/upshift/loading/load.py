@@ -29,7 +29,7 @@ from upshift.loading.files.tensors import COMPUTE_DTYPES, dtype_of
 from upshift.loading.fill_model import Filling, Progress, Run, check_coverage, check_missing
 from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
-from upshift.loading.placement.apply import PlacementOptions, check_not_quantized, fill_and_dispatch, plan_placement
+from upshift.loading.placement.apply import PlacementOptions, fill_and_dispatch, plan_placement
 from upshift.loading.placement.place import Placement
 from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -72,24 +72,22 @@ def load_model(
     fetch_weights(source)
     if device_map is None and (max_memory is not None or offload_folder is not None):
         raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
-    folder = None if offload_folder is None else Path(offload_folder)
-    placement_options = None if device_map is None else PlacementOptions(device_map, max_memory, folder)
-    return load_source(
-        source,
-        dtype=dtype,
-        placement_options=placement_options,
-        quantize=quantize,
-        model_class=model_class,
-        progress=progress,
-        allow_missing=model_class is not None,
-    )
+    can_miss = model_class is not None
+    if device_map is None:
+        return load_source(
+            source, dtype=dtype, quantize=quantize, model_class=model_class, progress=progress, allow_missing=can_miss
+        )
+    _check_request(source, quantize)
+    if quantize is not None:
+        raise RequestError(f"quantize={quantize!r} is for models that are loaded whole; leave out device_map, or quantize")
+    options = PlacementOptions(device_map, max_memory, None if offload_folder is None else Path(offload_folder))
+    return load_placed(source, options, dtype=dtype, model_class=model_class, progress=progress, allow_missing=can_miss)
 
 
 def load_source(
     source: ModelSource,
     *,
     dtype: str | torch.dtype | None = None,
-    placement_options: PlacementOptions | None = None,
     quantize: Quantized | None = None,
     model_class: type | None = None,
     progress: Progress | None = None,
@@ -97,45 +95,74 @@ def load_source(
     run: Run | None = None,
     all_used: bool = True,
 ) -> PreTrainedModel:
-    """Return the model of a source. ``model_class``: None means the class that the config names.
+    """Return the model of a source, whole on the CPU. ``model_class``: None means the class that the config names.
 
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
     answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights. ``all_used``: False if the
     files may hold more than the model, such as a head, and quantized files less."""
+    _check_request(source, quantize)
+    resolved_class = resolve_class(source.hf_config, source, model_class)
+    if source.config.get("quantization_config"):
+        if quantize is not None:
+            raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
+        can_miss = allow_missing or not all_used
+        return _load_quantized(source, resolved_class, dtype, allow_missing=can_miss, progress=progress)
+    filling, _ = _empty_filling(source, resolved_class, dtype, quantize)
+    if not allow_missing:
+        check_coverage(filling, source, run=run, all_used=all_used)
+    filling.run(progress=progress)
+    finish_loading(filling, source, {"": "cpu"})
+    return filling.model
+
+
+def load_placed(
+    source: ModelSource,
+    options: PlacementOptions,
+    *,
+    dtype: str | torch.dtype | None = None,
+    model_class: type | None = None,
+    progress: Progress | None = None,
+    allow_missing: bool = False,
+) -> PreTrainedModel:
+    """Return the model of a source on several devices and the disk. ``load_source`` explains the arguments."""
+    _check_request(source)
+    resolved_class = resolve_class(source.hf_config, source, model_class)
+    if source.config.get("quantization_config"):
+        raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
+    filling, checkpoint = _empty_filling(source, resolved_class, dtype)
+    if not allow_missing:
+        check_coverage(filling, source)
+    fill_and_dispatch(filling, checkpoint, options, partial(finish_loading, filling, source), progress)
+    return filling.model
+
+
+def _check_request(source: ModelSource, quantize: Quantized | None = None) -> None:
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
-    check_not_quantized(quantize, None if placement_options is None else placement_options.device_map)
+
+
+def _empty_filling(
+    source: ModelSource,
+    model_class: type[PreTrainedModel],
+    dtype: str | torch.dtype | None,
+    quantize: Quantized | None = None,
+) -> tuple[Filling, Checkpoint]:
+    """Return the empty model with the stored tensor of each of its weights, and the headers of its files."""
+    assert source.directory is not None
     config = source.hf_config
-    resolved_class = resolve_class(config, source, model_class)
-    if source.config.get("quantization_config"):
-        if quantize is not None:
-            raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
-        if placement_options is not None:
-            raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        can_miss = allow_missing or not all_used
-        return _load_quantized(source, resolved_class, dtype, allow_missing=can_miss, progress=progress)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
     resolved_dtype = _set_dtype(config, dtype, checkpoint)
     quantizer = None if quantize is None else _quantizer(quantize)
-    model = build_empty(resolved_class, config, resolved_dtype)
+    model = build_empty(model_class, config, resolved_dtype)
     if quantizer is not None:
         quantizer.preprocess_model(
             model=model, dtype=resolved_dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
         )
     names = map_names(model, checkpoint.tensors, quantizer)
-    filling = Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer)
-    if not allow_missing:
-        check_coverage(filling, source, run=run, all_used=all_used)
-    if placement_options is not None:
-        finish = partial(finish_loading, filling, source)
-        fill_and_dispatch(filling, checkpoint, placement_options, finish, progress)
-        return model
-    filling.run(progress=progress)
-    finish_loading(filling, source, {"": "cpu"}, quantizer)
-    return model
+    return Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer), checkpoint
 
 
 def _load_quantized(
@@ -211,7 +238,7 @@ def find_quantization_problem(source: ModelSource) -> str | None:
 def place_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions
 ) -> Placement:
-    """Return the placement that ``load_source`` would use."""
+    """Return the placement that ``load_placed`` would use."""
     return place_empty(*build_empty_with_files(source, dtype), placement_options)
 
 
@@ -249,9 +276,10 @@ def build_empty_model(source: ModelSource) -> PreTrainedModel:
     return build_empty(resolve_class(config, source), config, torch.float32)
 
 
-def finish_loading(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
+def finish_loading(filling: Filling, source: ModelSource, device_map: dict[str, Any]) -> None:
     """Initialize weights that no tensor fills, compute buffers, tie weights, and report missing weights."""
     model: Any = filling.model
+    quantizer = filling.quantizer
     options = LOADING_OPTIONS.get()(
         pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
     )

@@ -136,6 +136,10 @@ class LengthHistogram(Value):
     def longest(self) -> int:
         return self.lengths[-1]
 
+    def unless_full(self) -> LengthHistogram | None:
+        """Return the histogram, or None if every sequence is full. Then there is nothing to pad or pack, and no mask."""
+        return None if self.mean >= self.sequence_length else self
+
     def packed_rows_per_sequence(self, *, global_batch: int = 64) -> float:
         """Return the rows of `sequence_length` tokens needed, over sequences, when each global batch is packed on its own."""
         return self._over_sample("rows", global_batch, lambda batch: len(pack_rows(batch, capacity=self.sequence_length)), len)

@@ -29,7 +29,7 @@ from upshift.internals.torch_names import autocast_copy
 from upshift.internals.transformers_names import ATTENTION, PACKED_ROWS
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill_model import check_files, check_missing
-from upshift.loading.load import build_empty, load_source
+from upshift.loading.load import build_empty, load_placed, load_source
 from upshift.loading.offload.disk_store import converted_folder
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
 from upshift.loading.placement.apply import PlacementOptions
@@ -170,7 +170,7 @@ def load_offloaded(
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
     options = PlacementOptions(make_device_map(empty, plan), None, converted_folder())
-    return load_source(source_of_files(source), dtype=dtype, model_class=model_class, placement_options=options)
+    return load_placed(source_of_files(source), options, dtype=dtype, model_class=model_class)
 
 
 def make_device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:

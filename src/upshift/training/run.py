@@ -18,7 +18,7 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
 from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
-from upshift.models.source import ModelSource, fetch_weights, find_model_to_train
+from upshift.models.source import ModelSource, fetch_weights
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.search.constraints import conflict, conflict_with_pairs
@@ -34,7 +34,7 @@ from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainReq
 from upshift.training.batches.sampler import check_enough_data, count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.data.data_options import DataOptions, ObjectiveName
+from upshift.training.data.data_options import ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
@@ -229,7 +229,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         rows_together=request.rows_together,
         has_ratings=request.has_ratings,
         has_kl_pass=request.arguments.has_kl_pass,
-        lengths=_histogram_unless_full(data),
+        lengths=data.histogram.unless_full(),
         total_steps=steps,
         allow=request.allow,
         clips_gradients=request.clips_gradients,
@@ -451,21 +451,6 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
         raise RequestError(
             "--from-config draws random weights, which are not saved with an adapter; leave it out, or train the whole model"
         )
-
-
-def length_histogram(
-    model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, options: DataOptions | None = None
-) -> Any:
-    """Return the histogram of the sequence lengths of data for planning, or None if all sequences are full."""
-    source = find_model_to_train(model, has_reward_head=options is not None and options.has_reward_head)
-    data = prepare_data(source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, options=options)
-    return _histogram_unless_full(data)
-
-
-def _histogram_unless_full(data: TrainingData) -> Any:
-    """Return the histogram, or None if every sequence is full. Then there is nothing to pad or pack, and no mask."""
-    histogram = data.histogram
-    return None if histogram.mean >= histogram.sequence_length else histogram
 
 
 def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed: tuple[str, ...], watcher: Watcher) -> Proof:

@@ -68,7 +68,7 @@ def test_a_plan_has_the_lengths_of_training_at_each_sequence_length(kind, data, 
     source = find_model(models[kind])
     options = DataOptions(long_rows=long_rows)
     documents = read_whole_documents(source, str(path), options)
-    lengths_at = _lengths_at(models[kind], str(path), options)
+    lengths_at = _lengths_at(find_model(models[kind]), str(path), options)
     num_compared = 0
     for sequence_length in (8, 16, 24, 40, 64, 128):
         try:

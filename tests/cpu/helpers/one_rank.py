@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from real_ranks import full_batch
+from real_ranks import full_batch, tensors
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,13 +61,6 @@ def a_step(case: dict[str, Any], place: Mesh) -> Step:
         stepper.optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def tensors() -> dict[int, torch.Tensor]:
-    """Every plain tensor that Python can see, one for each storage."""
-    gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor)]
-    return {tensor.untyped_storage()._cdata: tensor for tensor in found if tensor.device.type == "cpu"}
 
 
 def made(case: dict[str, Any], place: Mesh) -> tuple[Step, list[torch.Tensor]]:

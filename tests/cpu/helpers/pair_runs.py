@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
 
+from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.planning.plan import Plan
 from upshift.record import Record
 from upshift.training.arguments import Arguments
+from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.sampler import BatchSource
+from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import Job
+from upshift.training.step import TrainStep
 
 PAIRS_PER_STEP = 4
 GLOBAL_BATCH = 2 * PAIRS_PER_STEP  # sequences
@@ -43,6 +48,19 @@ def pair_job(
         plan=Plan.model_validate(PLAN | {"sequence_length": length} | plan), arguments=Arguments(**settings),
         data_options=options, global_batch=GLOBAL_BATCH, **request,
     )  # fmt: skip
+
+
+def peak_of_step(step: TrainStep, model: nn.Module, micro_batch: MicroBatch) -> int:
+    """The bytes that are allocated at once in the second step of two equal micro-batches."""
+    whole = GlobalBatch(
+        position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
+        sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
+    )  # fmt: skip
+    step.step(whole)
+    with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:
+        step.step(whole)
+    assert peak.bytes is not None
+    return peak.bytes
 
 
 def losses(record: Record) -> list[float]:

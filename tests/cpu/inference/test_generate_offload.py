@@ -15,8 +15,9 @@ import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Gpu, Host
+from upshift.inference.computing_device import available_memory
 from upshift.inference.generation import generator as generator_module
-from upshift.inference.generation.model import available_memory, check_max_memory
+from upshift.inference.generation.model import check_max_memory
 from upshift.inference.weights import find_weights
 
 NEW_TOKENS = 14  # as by_transformers generates

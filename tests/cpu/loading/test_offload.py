@@ -42,7 +42,7 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.safetensors_writer import NewTensor, encode_header
-from upshift.loading.load import build_empty, load_source
+from upshift.loading.load import build_empty, load_placed
 from upshift.loading.offload import disk_store
 from upshift.loading.offload.buffers import HostBufferPool, PagePool
 from upshift.loading.offload.hooks import is_offloaded
@@ -158,7 +158,7 @@ def test_placed_by_memory_it_says_the_same_and_reads_what_was_said(folder: Folde
     path = folder("untied")
     total = find_checkpoint(path).total_bytes
     where = PlacementOptions("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
-    ours = load_source(find_model(str(path)), placement_options=where)
+    ours = load_placed(find_model(str(path)), where)
     theirs = AutoModelForCausalLM.from_pretrained(path).eval()
     assert_same_answers(ours, theirs)
     with torch.device("meta"):

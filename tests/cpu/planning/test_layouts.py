@@ -222,15 +222,16 @@ def test_a_fake_rank_allocates_what_a_real_one_does(name: str, rank: int, real: 
 
 @pytest.mark.parametrize(("name", "rank"), rows(REAL))
 def test_memory_of_a_real_rank(name: str, rank: int, real: Measured, predicted: Callable[[Case, int], float]) -> None:
-    measured, expected = real[f"{name} rank {rank}"], predicted(REAL[name], rank)
-    show(name, rank, expected, measured["peak"])
-    assert measured["left"] < 4096
-    assert expected == pytest.approx(measured["peak"], rel=0.02)
+    check_peak(name, rank, real, predicted(REAL[name], rank))
 
 
 @pytest.mark.parametrize(("name", "rank"), rows(FAKE))
 def test_memory_of_a_rank_of_many(name: str, rank: int, fake: Measured, predicted: Callable[[Case, int], float]) -> None:
-    measured, expected = fake[f"{name} rank {rank}"], predicted(FAKE[name], rank)
+    check_peak(name, rank, fake, predicted(FAKE[name], rank))
+
+
+def check_peak(name: str, rank: int, measured_ranks: Measured, expected: float) -> None:
+    measured = measured_ranks[f"{name} rank {rank}"]
     show(name, rank, expected, measured["peak"])
     assert measured["left"] < 4096
     assert expected == pytest.approx(measured["peak"], rel=0.02)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from padded_rows import padded
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
@@ -42,13 +43,6 @@ def rows(count: int = 20) -> list[dict[str, Any]]:
         {"input_ids": draw.integers(3, 64, draw.integers(4, 24)).tolist(), "labels": int(draw.integers(0, 3))}
         for _ in range(count)
     ]
-
-
-def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-    width = max(len(row["input_ids"]) for row in batch)
-    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in batch])
-    others = {name: torch.tensor([row[name] for row in batch]) for name in batch[0] if name != "input_ids"}
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), **others}
 
 
 class Augmented(Dataset):  # type: ignore[type-arg]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from padded_rows import padded
 from torch import Tensor
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -65,13 +66,6 @@ def rows_with(count: int = 700, **rare: Any) -> list[dict[str, Any]]:
     data = rows(count)
     data[RARE] |= rare
     return data
-
-
-def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-    width = max(len(row["input_ids"]) for row in batch)
-    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in batch])
-    others = {name: torch.tensor([row[name] for row in batch]) for name in batch[0] if name != "input_ids"}
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), **others}
 
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -12,16 +12,14 @@ import torch
 import transformers
 from detectors import save_detector
 from plain_loop import plain_losses
+from task_runs import RATE, STEPS, train
 
-import upshift
 from upshift.errors import RequestError
 
 pytestmark = [
     pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images"),
     pytest.mark.skipif(find_spec("scipy") is None, reason="scipy is not installed: it matches the boxes of a detector's loss"),
 ]
-STEPS = 3
-RATE = 1e-3
 BOXES = (([[4, 5, 10, 12], [20, 2, 8, 8]], ["cat", "dog"]), ([[0, 0, 30.5, 36]], ["dog"]), ([], []))
 
 
@@ -34,13 +32,6 @@ def make_rows(folder: Path, *rows: Any) -> Path:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"image": f"{number}.png", **row}) for number, row in enumerate(rows)))
     return file
-
-
-def train(model: Path, data: Path, output: Path, *, rows: int) -> list[float]:
-    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
-    record = upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, eval_size=0)
-    assert record is not None
-    return [loss for _, loss in record.details["loss_curve"]]
 
 
 def objects(boxes: Any, categories: Any, **more: Any) -> dict[str, Any]:

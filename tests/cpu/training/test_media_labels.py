@@ -14,13 +14,11 @@ import torch
 import transformers
 from command import Command
 from plain_loop import plain_losses
+from task_runs import RATE, STEPS, train, write_rows
 
-import upshift
 from upshift.errors import RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
-STEPS = 4
-RATE = 1e-3
 SIZE = {"height": 32, "width": 32}
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 CLASSIFIERS: dict[str, dict[str, Any]] = {
@@ -50,19 +48,6 @@ def make_images(folder: Path, split: str = "") -> list[Path]:
         file.parent.mkdir(parents=True)
         Image.new("RGB", (40, 36), color).save(file)
     return files
-
-
-def train(model: Path, data: Path, output: Path, *, rows: int, **options: Any) -> list[float]:
-    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
-    options = {"eval_size": 0, **options}
-    record = upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, **options)
-    assert record is not None
-    return [loss for _, loss in record.details["loss_curve"]]
-
-
-def write_rows(file: Path, *rows: Any) -> Path:
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
 
 
 @needs_pillow

@@ -6,16 +6,19 @@ import base64
 import json
 import os
 import signal
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import task_runs
 import torch
 import transformers
 from command import Command
 from image_models import COLORS, save_chat_model
 from plain_loop import plain_losses
+from task_runs import RATE
 
 import upshift
 from upshift.errors import Interrupted, RequestError
@@ -25,7 +28,7 @@ from upshift.training.tasks.run import RUN_FILE
 
 pytestmark = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images")
 STEPS = 5
-RATE = 1e-3
+train = partial(task_runs.train, steps=STEPS)
 
 
 def make_images(folder: Path) -> None:
@@ -56,16 +59,6 @@ def write_rows(folder: Path, *rows: Any) -> str:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     return str(file)
-
-
-def train(
-    model: Path, data: str, output: Path, *, rows: int, steps: int = STEPS, rate: float = RATE, **options: Any
-) -> list[float]:
-    """The losses of a run whose steps each have all rows."""
-    arguments = {"max_steps": steps, "learning_rate": rate, "lr_scheduler_type": "constant"}
-    record = upshift.train(str(model), data, output=output, arguments=arguments, global_batch=rows, eval_size=0, **options)
-    assert record is not None
-    return [loss for _, loss in record.details["loss_curve"]]
 
 
 def batch_of_transformers(folder: Path, conversations: list[Any]) -> dict[str, Any]:

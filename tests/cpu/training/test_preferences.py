@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
-from pair_runs import PAIRS_PER_STEP, losses, pair_job
+from pair_runs import PAIRS_PER_STEP, losses, pair_job, peak_of_step
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, OPTConfig, Qwen3MoeConfig
 
-from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.build import build_model, choose_class
@@ -28,7 +27,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import without_pairs
 from upshift.training.batches.layout import Layout, lay_out
 from upshift.training.batches.objective import Objective
-from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
+from upshift.training.batches.sampler import BatchSource, synthetic_batch
 from upshift.training.checkpoint.directory import REFERENCE_NAME
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
@@ -299,16 +298,9 @@ def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, r
     assert pairs.shape == (16, 32) and pairs.num_label_tokens == 8
     peaks = []
     for micro_batch in (pairs, without_pairs(pairs)):
-        whole = GlobalBatch(
-            position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
-            sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
-        )  # fmt: skip
-        step.step(whole)
-        with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:
-            step.step(whole)
-        peaks.append(peak.bytes)
+        peaks.append(peak_of_step(step, model, micro_batch))
     print(chunk_tokens, recomputed, peaks)
-    assert peaks[0] is not None and peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "preferences.md"

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
-from pair_runs import losses, pair_job
+from pair_runs import losses, pair_job, peak_of_step
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.cli import run_display, tables
 from upshift.cli.data import app
 from upshift.cli.train import parse, request_of
@@ -32,7 +31,7 @@ from upshift.training import step as step_module
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective
-from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
+from upshift.training.batches.sampler import BatchSource, synthetic_batch
 from upshift.training.data import data_files
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data, save_data
@@ -443,15 +442,7 @@ def test_a_step_needs_the_memory_of_its_rated_completions_alone(chunk_tokens: in
     plain = synthetic_batch(Layout(micro_batch=8), sequence_length=32, vocab_size=4000)
     peaks = []
     for micro_batch in (rated, plain):
-        whole = GlobalBatch(
-            position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
-            sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
-        )  # fmt: skip
-        step.step(whole)
-        with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:
-            step.step(whole)
-        assert peak.bytes is not None
-        peaks.append(peak.bytes)
+        peaks.append(peak_of_step(step, model, micro_batch))
     print(chunk_tokens, peaks)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
     fields: dict[str, Any] = {"sequence_length": 32, "global_batch": 32, "rows_together": 2}

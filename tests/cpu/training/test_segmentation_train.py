@@ -14,8 +14,8 @@ import transformers
 from command import Command
 from plain_loop import plain_losses
 from segmenters import OF_PARTS, SEMANTIC, make_pictures, save_segmenter, write_masks
+from task_runs import RATE, STEPS, losses_of, run
 
-import upshift
 from upshift.errors import RequestError
 from upshift.training.data.data_options import DataOptions
 from upshift.training.tasks.images.folders import has_pairs, paired_folder
@@ -25,20 +25,16 @@ pytestmark = [
     pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not installed: it reads the images"),
     pytest.mark.skipif(find_spec("scipy") is None, reason="scipy is not installed: it matches the parts of a segmenter's loss"),
 ]
-STEPS = 3
-RATE = 1e-3
 NAMES = ("sky", "road", "car")
 SIZES = ((40, 36), (32, 32), (30, 50))
 
 
-def train(model: Path, data: Path, output: Path, *, rows: int, **options: Any) -> Any:
-    arguments = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant"}
-    held_out = {} if "eval_data" in options else {"eval_size": 0}
-    return upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, **held_out, **options)
-
-
-def losses_of(record: Any) -> list[float]:
-    return [loss for _, loss in record.details["loss_curve"]]
+def run_as_a_plain_loop(loader: Any, folder: Path, data: Path, inputs: Any, output: Path) -> tuple[Any, Any]:
+    """Compare the losses of a run with those of a plain loop on the same batch. Return the record and the saved model."""
+    expected = plain_losses(loader.from_pretrained(folder), inputs, steps=STEPS, rate=RATE)
+    record = run(folder, data, output, rows=3, eval_data=str(data))
+    assert losses_of(record) == pytest.approx(expected, rel=2e-4)
+    return record, loader.from_pretrained(output).eval()
 
 
 def open_images(folder: Path, number: int) -> list[Any]:
@@ -77,11 +73,8 @@ def test_losses_and_metrics_of_semantic_segmentation_are_those_of_a_plain_loop(k
     labels = processor(images, segmentation_maps=[*map(np.copy, label_images)], resample=Image.Resampling.NEAREST)["labels"]
     inputs = {**processor(images, return_tensors="pt"), "labels": torch.from_numpy(np.stack(labels))}
     assert set(inputs["labels"].unique().tolist()) <= {0, 1, 2, 255}
-    model = transformers.AutoModelForSemanticSegmentation.from_pretrained(folder)
-    expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
-    record = train(folder, data, tmp_path / "out", rows=3, eval_data=str(data))
-    assert losses_of(record) == pytest.approx(expected, rel=2e-4)
-    saved = transformers.AutoModelForSemanticSegmentation.from_pretrained(tmp_path / "out").eval()
+    loader = transformers.AutoModelForSemanticSegmentation
+    record, saved = run_as_a_plain_loop(loader, folder, data, inputs, tmp_path / "out")
     with torch.no_grad():
         logits = saved(pixel_values=inputs["pixel_values"]).logits
     found = [
@@ -121,11 +114,8 @@ def test_losses_and_metrics_of_parts_are_those_of_a_plain_loop(
     )  # fmt: skip
     assert [len(each) for each in inputs["class_labels"]] == [len(each) for each in classes]
     monkeypatch.setattr(torch, "rand", lambda *sizes, **options: torch.full(sizes, 0.4, device=options.get("device")))  # points
-    model = transformers.AutoModelForUniversalSegmentation.from_pretrained(folder)
-    expected = plain_losses(model, inputs, steps=STEPS, rate=RATE)
-    record = train(folder, data, tmp_path / "out", rows=3, eval_data=str(data))
-    assert losses_of(record) == pytest.approx(expected, rel=2e-4)
-    saved = transformers.AutoModelForUniversalSegmentation.from_pretrained(tmp_path / "out").eval()
+    model_loader = transformers.AutoModelForUniversalSegmentation
+    record, saved = run_as_a_plain_loop(model_loader, folder, data, inputs, tmp_path / "out")
     with torch.no_grad():
         outputs = saved(**inputs)
     sizes = [label_image.shape for label_image in label_images]
@@ -204,7 +194,7 @@ def test_all_forms_of_label_images_are_read_alike(tmp_path: Path) -> None:
         model = save_segmenter(folder / "model", "segformer", *NAMES, do_reduce_labels=form == "reduced")
         label_images = make_pictures(folder / "data", *SIZES)
         label_images[1][:9] = 255
-        record = train(model, write_form(form, folder / "data", label_images), folder / "out", rows=3)
+        record = run(model, write_form(form, folder / "data", label_images), folder / "out", rows=3)
         curves[form] = losses_of(record)
     first, *others = curves.values()
     assert all(other == pytest.approx(first, rel=1e-5) for other in others), curves
@@ -246,7 +236,7 @@ def test_a_new_head_has_the_names_beside_the_data_and_encode_finds_them(
     label_images = make_pictures(tmp_path / "data", *SIZES)
     data = write_masks(tmp_path / "data", label_images)
     (tmp_path / "data" / "id2label.json").write_text(json.dumps(dict(enumerate(NAMES))))
-    train(folder, data, tmp_path / "out", rows=3)
+    run(folder, data, tmp_path / "out", rows=3)
     assert "segmentation (3 labels: sky, road, car)" in caplog.text
     lines = tmp_path / "images.jsonl"
     lines.write_text("\n".join(json.dumps({"image": str(tmp_path / "data" / f"{number}.png")}) for number in range(3)))
@@ -265,7 +255,7 @@ def test_a_classifier_of_images_gets_a_head_for_label_images(tmp_path: Path) -> 
     transformers.SegformerForImageClassification(config).save_pretrained(tmp_path / "model")
     transformers.AutoImageProcessor.from_pretrained(folder).save_pretrained(tmp_path / "model")
     data = write_masks(tmp_path / "data", make_pictures(tmp_path / "data", *SIZES))
-    train(tmp_path / "model", data, tmp_path / "out", rows=3)
+    run(tmp_path / "model", data, tmp_path / "out", rows=3)
     saved = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert saved.architectures == ["SegformerForSemanticSegmentation"] and saved.num_labels == 3
 
@@ -297,18 +287,18 @@ def test_bad_rows_are_named(array: np.ndarray, columns: dict[str, Any], words: s
     Image.fromarray(array).save(tmp_path / "data" / "bad.tiff")
     data.write_text("\n".join(map(json.dumps, (first, {**second, "mask": "bad.tiff", **columns}))))
     with pytest.raises(RequestError, match=words):
-        train(folder, data, tmp_path / "out", rows=2)
+        run(folder, data, tmp_path / "out", rows=2)
 
 
 def test_label_images_that_teach_nothing_are_refused(tmp_path: Path) -> None:
     folder = save_segmenter(tmp_path / "model", "segformer", *NAMES)
     label_images = make_pictures(tmp_path / "data", (40, 36), classes=2)
     with pytest.raises(RequestError, match="have the label 0 or none: 255 is no label"):
-        train(folder, write_masks(tmp_path / "data", [label_images[0] * 255]), tmp_path / "out", rows=1)
+        run(folder, write_masks(tmp_path / "data", [label_images[0] * 255]), tmp_path / "out", rows=1)
     with pytest.raises(RequestError, match="no label image with a label"):
-        train(folder, write_masks(tmp_path / "data", [label_images[0] * 0 + 255]), tmp_path / "out", rows=1)
+        run(folder, write_masks(tmp_path / "data", [label_images[0] * 0 + 255]), tmp_path / "out", rows=1)
     tree = in_folders(tmp_path / "data", label_images)
     (tree / "train" / "masks" / "0.png").unlink()
     (tree / "train" / "masks" / "1.png").write_bytes(b"")
     with pytest.raises(RequestError, match=r"no label image for train/images/0.png"):
-        train(folder, tree, tmp_path / "out", rows=1)
+        run(folder, tree, tmp_path / "out", rows=1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from command import Command
+from task_runs import write_rows
 from test_detection_train import BOXES, make_rows, objects, save_detector
 from test_media_labels import make_sounds, samples_of, save_wav2vec2, save_whisper
 from text_models import named, save_text_model
@@ -32,11 +33,6 @@ TEXTS = ("anna lives in rome", "bob is good .", "who is bad", "paris and rome", 
 LABELS = ("no", "yes", "yes", "maybe", "no", "no", "yes")
 NAMES = ("maybe", "no", "yes")
 RATE = 1e-2
-
-
-def write_rows(file: Path, *rows: Any) -> Path:
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
 
 
 def evaluated(model: Path, rows: Path, held_out: Path, output: Path, *, steps: int = 2, **arguments: Any) -> Any:

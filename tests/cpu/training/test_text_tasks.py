@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 import transformers
 from command import Command
 from plain_loop import plain_losses
+from task_runs import RATE, STEPS, train, write_rows
 from text_models import PIECES, SPECIAL, named, save_text_model
 from transformers import AutoTokenizer
 
-import upshift
 from upshift.errors import RequestError
 
-STEPS = 4
-RATE = 1e-3
 TAGS = ("B-LOC", "B-PER", "O")
 SENTENCES = (  # words of several pieces, and rows of different lengths
     ("anna lives in rome", ("B-PER", "O", "O", "B-LOC")),
@@ -33,20 +30,6 @@ ROMES = {
     "answers": {"text": ["rome"], "answer_start": [CONTEXT.index("rome")]},
 }
 NOWHERE = {"question": "who is good", "context": "bob lives in paris .", "answers": {"text": [], "answer_start": []}}
-
-
-def write_rows(file: Path, *rows: Any) -> Path:
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
-
-
-def train(model: Path, data: Path, output: Path, *, rows: int, rate: float = RATE, **options: Any) -> list[float]:
-    """The losses of a run whose steps each have all rows."""
-    arguments = {"max_steps": STEPS, "learning_rate": rate, "lr_scheduler_type": "constant"}
-    options = {"eval_size": 0, **options}
-    record = upshift.train(str(model), str(data), output=output, arguments=arguments, global_batch=rows, **options)
-    assert record is not None
-    return [loss for _, loss in record.details["loss_curve"]]
 
 
 def word_rows(name: str, tags: Sequence[Any] = TAGS) -> list[dict[str, Any]]:

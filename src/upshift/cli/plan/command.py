@@ -9,20 +9,16 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    ChatTemplateOption,
-    DataFormat,
     GlobalBatch,
     Html,
     Images,
     Json,
-    LongRowsOption,
-    LossOnOption,
     MaxGradNorm,
     MaxLatency,
     MaxTpot,
@@ -33,13 +29,11 @@ from upshift.cli.options import (
     PromptLength,
     SequenceLength,
     Set,
-    SplitOption,
-    TextColumn,
-    data_options_of,
     option,
     split_names,
     with_adapter_options,
     with_layout_flags,
+    with_row_options,
 )
 from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
@@ -127,13 +121,13 @@ Rows = Annotated[
 
 @with_layout_flags
 @with_adapter_options
+@with_row_options
 def command(
-    context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
-    global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
-    data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
-    split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    context: typer.Context, model: Model, adapter: AdapterOptions, row_options: dict[str, Any],
+    sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False,
+    set_: Set = None, allow: AllowAny = "", data: Data = None, images_: Images = None, objective: ObjectiveOption = None,
+    risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True,
+    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -159,7 +153,7 @@ def command(
     asked.check(on)
     target = exchange.write_target(write)
     fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
-    options = data_options_of(locals())
+    options = DataOptions.from_fields({**row_options, "objective": objective})
     _check_options(risk, data, options, largest, html)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
@@ -169,9 +163,9 @@ def command(
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
-        lengths=_read_lengths(model, data, length, options), program=read_program(program, has_images=has_images),
+        lengths=_read_lengths(source, data, length, options), program=read_program(program, has_images=has_images),
     )  # fmt: skip
-    lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
+    lengths_at = None if data is None or options.has_pairs else _lengths_at(source, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
@@ -238,34 +232,31 @@ def _check_takes_pairs(source: ModelSource, options: DataOptions) -> None:
         check(source)
 
 
-def _read_lengths(model: str, data: str | None, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
+def _read_lengths(source: ModelSource, data: str | None, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
     """Return the lengths of the sequences of ``data``, or None if every sequence is full or there is no data."""
     if data is None:
         return None
-    from upshift.training.run import length_histogram  # reading data needs tokenizers
+    from upshift.training.data.dataset import prepare_data  # reading data needs tokenizers
 
     with tables.step(f"Reading the lengths of {data}"):
-        lengths: LengthHistogram | None = length_histogram(model, data, sequence_length=sequence_length, options=options)
-    return lengths
+        return prepare_data(source, data, sequence_length=sequence_length, options=options).histogram.unless_full()
 
 
-def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], LengthHistogram | None]:
+def _lengths_at(source: ModelSource, data: str, options: DataOptions) -> Callable[[int], LengthHistogram | None]:
     """Return a function of a sequence length: the lengths of ``data`` cut at it, or None if every sequence is full then.
 
     It reads the documents once, when it is first called."""
 
     @cache
     def read_documents() -> WholeDocuments:
-        from upshift.models.source import find_model
         from upshift.training.data.dataset import read_whole_documents  # reading data needs tokenizers
 
         with tables.step(f"Reading the documents of {data}"):
-            return read_whole_documents(find_model(model), data, options)
+            return read_whole_documents(source, data, options)
 
     @cache
     def lengths_at(sequence_length: int) -> LengthHistogram | None:
-        histogram = read_documents().histogram(sequence_length)
-        return None if histogram.mean >= histogram.sequence_length else histogram
+        return read_documents().histogram(sequence_length).unless_full()
 
     return lengths_at
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 import yaml
@@ -19,6 +19,7 @@ from upshift.cli.usage.messages import WrongValue
 from upshift.cli.usage.run_file import FOREIGN, FileEntry, file_parameters, key_of, with_entries, without_option
 from upshift.errors import RequestError
 from upshift.planning.optimizers import ALIASES, optimizers
+from upshift.text import did_you_mean
 
 DATA_KEYS = ("data", "eval-data")
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # one computation, of which the plan takes the fastest
@@ -149,6 +150,32 @@ def check_rejected(config: ForeignConfig) -> None:
         raise RequestError(
             f"{config.path}: {number} no option of upshift train: {'; '.join(config.rejected)}. Remove them, or follow the advice"
         )
+
+
+class LibraryKeys(NamedTuple):
+    """The keys of a library that are read by name alone. Keys that decide something together are read before them."""
+
+    option_of: Mapping[str, str]
+    planned: Collection[str]
+    without_effect: Collection[str]
+    rejected: Collection[str]  # unless their value turns a feature off
+    remarks: Mapping[str, str]  # what to do instead of a rejected key
+    read_before: Collection[str] = ()  # names that a misspelt key may have meant
+    planned_prefixes: tuple[str, ...] = ()
+
+
+def read_others(config: ForeignConfig, keys: LibraryKeys) -> None:
+    """Read the remaining keys: those of the plan, those without an effect here, and those to reject."""
+    for name, value in config.values.items():
+        if name in keys.planned or name.startswith(keys.planned_prefixes):
+            config.planned.append(name)
+        elif name in keys.without_effect or (name in keys.rejected and is_off(value)):
+            continue
+        elif name in keys.rejected:
+            config.reject(name, keys.remarks.get(name, "not known here"))
+        else:
+            known = [*keys.option_of, *keys.planned, *keys.without_effect, *keys.rejected, *keys.read_before]
+            config.reject(name, f"unknown{did_you_mean(name, known)}")
 
 
 def read_optimizer(config: ForeignConfig, key: str, name: str) -> None:

@@ -16,13 +16,14 @@ from upshift.cli.usage.axolotl_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMAR
 from upshift.cli.usage.foreign_config import (
     ADAMW,
     ForeignConfig,
+    LibraryKeys,
     add_data_sets,
     advice_on_objective,
     check_rejected,
     is_number,
-    is_off,
     read_evaluation_size,
     read_optimizer,
+    read_others,
     read_values,
 )
 from upshift.text import did_you_mean
@@ -31,6 +32,7 @@ from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.instruction_prompts import PROMPTS
 from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS
 
+KEYS = LibraryKeys(OPTION_OF, PLANNED, WITHOUT_EFFECT, OTHER_KEYS, REMARKS, planned_prefixes=("liger_", "cut_cross_entropy"))
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 TRACKERS = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_tensorboard": "tensorboard",
@@ -80,7 +82,8 @@ def read_axolotl(path: Path, typed: Collection[str]) -> ForeignConfig:
     _read_adapter(config)
     _read_precision(config)
     _read_trackers(config)
-    _read_others(config)
+    _read_parts(config)
+    read_others(config, KEYS)
     check_rejected(config)
     return config
 
@@ -454,8 +457,8 @@ def _read_trackers(config: ForeignConfig) -> None:
             config.notes.append(f"{source}: set {variable}={value}, which the tracker reads itself")
 
 
-def _read_others(config: ForeignConfig) -> None:
-    """Read the remaining keys: those of the plan, those without an effect here, and those to reject."""
+def _read_parts(config: ForeignConfig) -> None:
+    """Read the keys that hold other things than a value: special tokens, a tokenizer and plugins."""
     tokens = config.take("special_tokens", {})
     if isinstance(tokens, Mapping) and any(value is not None and name != "pad_token" for name, value in tokens.items()):
         config.reject("special_tokens", "set them in the tokenizer, and save it beside the model")
@@ -466,16 +469,6 @@ def _read_others(config: ForeignConfig) -> None:
     if unknown:
         config.reject(f"plugins {', '.join(map(str, unknown))}", "upshift train has no plugins")
     config.planned += ["plugins"] * bool(plugins and not unknown)
-    for name, value in config.values.items():
-        if name in PLANNED or name.startswith(("liger_", "cut_cross_entropy")):
-            config.planned.append(name)
-        elif name in WITHOUT_EFFECT or (name in OTHER_KEYS and is_off(value)):
-            continue
-        elif name in OTHER_KEYS:
-            config.reject(name, REMARKS.get(name, "not known here"))
-        else:
-            known = [*OPTION_OF, *PLANNED, *WITHOUT_EFFECT, *OTHER_KEYS]
-            config.reject(name, f"unknown{did_you_mean(name, known)}")
 
 
 def _model_of(config: ForeignConfig) -> Any:

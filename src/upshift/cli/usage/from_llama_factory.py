@@ -14,6 +14,7 @@ from typing import Any, get_args
 from upshift.cli.usage.foreign_config import (
     ADAMW,
     ForeignConfig,
+    LibraryKeys,
     add_data_sets,
     advice_on_objective,
     check_rejected,
@@ -21,6 +22,7 @@ from upshift.cli.usage.foreign_config import (
     is_off,
     read_evaluation_size,
     read_optimizer,
+    read_others,
     read_values,
 )
 from upshift.cli.usage.llama_factory_keys import OPTION_OF, OTHER_KEYS, PLANNED, REMARKS, WITHOUT_EFFECT
@@ -29,6 +31,8 @@ from upshift.training.arguments import Tracker
 from upshift.training.data.rows.data_set import LLAMA_FACTORY
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
 
+READ_BEFORE = ("dataset", "template", "cutoff_len", "finetuning_type")
+KEYS = LibraryKeys(OPTION_OF, PLANNED, WITHOUT_EFFECT, OTHER_KEYS, REMARKS, READ_BEFORE)
 INFO_FILE = "dataset_info.json"
 LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "orpo")  # values of pref_loss with the same formula here
 OBJECTIVES = {"sft": None, "pt": None, "dpo": "dpo", "rm": "reward"}
@@ -71,7 +75,7 @@ def read_llama_factory(path: Path, typed: Collection[str]) -> ForeignConfig:
     _read_adapter(config)
     _read_precision(config)
     _read_trackers(config)
-    _read_others(config)
+    read_others(config, KEYS)
     check_rejected(config)
     return config
 
@@ -319,17 +323,3 @@ def _read_trackers(config: ForeignConfig) -> None:
         config.reject(f"report_to {other}", f"use {', '.join(get_args(Tracker))} or none", replaced_by="report-to")
     elif names:
         config.add("report-to", names, "report_to")
-
-
-def _read_others(config: ForeignConfig) -> None:
-    """Read the remaining keys: those of the plan, those without an effect here, and those to reject."""
-    for name, value in config.values.items():
-        if name in PLANNED:
-            config.planned.append(name)
-        elif name in WITHOUT_EFFECT or (name in OTHER_KEYS and is_off(value)):
-            continue
-        elif name in OTHER_KEYS:
-            config.reject(name, REMARKS.get(name, "not known here"))
-        else:
-            known = [*OPTION_OF, *PLANNED, *WITHOUT_EFFECT, *OTHER_KEYS, "dataset", "template", "cutoff_len", "finetuning_type"]
-            config.reject(name, f"unknown{did_you_mean(name, known)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.inference.computing_device import computing_host
+from upshift.inference.computing_device import available_memory, computing_host
 from upshift.inference.engine_environment import EngineEnvironment, choose_environment
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.draft import GUESSED_TOKENS, DraftModel, add_draft, find_draft, load_draft
@@ -18,7 +18,6 @@ from upshift.inference.generation.engines.vllm_engine import check_environment, 
 from upshift.inference.generation.media import MediaPrompt
 from upshift.inference.generation.model import (
     CacheBytes,
-    available_memory,
     cache_bytes,
     check_max_memory,
     check_weights,

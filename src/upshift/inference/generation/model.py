@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.computing_device import free_memory
+from upshift.inference.computing_device import available_memory
 from upshift.inference.race.types import Quality
 from upshift.inference.registry import Device, EngineSetup, Precision, Task
 from upshift.inference.weights import MAX_UNMEASURED_QUALITY, needed_memory, stored_for, weights_size
@@ -141,11 +141,14 @@ def load_model(
 ) -> Any:
     """Load the model in a precision on a device, or with its weights placed by ``where``."""
     from upshift.inference.torch_settings import DTYPES
-    from upshift.loading.load import load_source
+    from upshift.loading.load import load_placed, load_source
 
     generation_task(source)
-    model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"), placement_options=where)
-    return model if where is not None else model.to(device)
+    dtype = DTYPES.get(precision, "auto")
+    if where is not None:
+        return load_placed(source, where, dtype=dtype)
+    model: Any = load_source(source, dtype=dtype)
+    return model.to(device)
 
 
 def on_model(model: Any, tensor: Any) -> Any:
@@ -197,11 +200,6 @@ def check_max_memory(source: ModelSource, host: Host, max_memory: Mapping[str | 
             f"the weights of {source.reference!r} are quantized and are loaded whole, which takes "
             f"{format_bytes(needed_memory(source, 'fp32'))}, and --max-memory gives {format_bytes(limits['cpu'])}; give more"
         )
-
-
-def available_memory(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | None:
-    """Return the bytes of memory for the model and its work: the user's limit of the CPU, or what is free. None: unknown."""
-    return free_memory(host) if max_memory is None else memory_limits(host, max_memory)["cpu"]
 
 
 def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> bool:

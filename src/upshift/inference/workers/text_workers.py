@@ -12,9 +12,9 @@ from typing import Any
 from upshift.errors import NothingFits
 from upshift.hardware.replicas import count_replicas
 from upshift.hardware.spec import Host
+from upshift.inference.computing_device import available_memory
 from upshift.inference.encoding.raced_model import RacedModel
 from upshift.inference.generation.generator import Completion, Generator
-from upshift.inference.generation.model import available_memory
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import Prompt
 from upshift.inference.media.encoder import MediaEncoder

@@ -94,8 +94,3 @@ def check_loose_parameters(placement: Placement) -> None:
 def _torch_device(placement: Placement, name: str) -> torch.device | None:
     device = placement.device_of(name)
     return None if device == DISK else torch.device(device)
-
-
-def check_not_quantized(quantize: str | None, device_map: DeviceMap | None) -> None:
-    if quantize is not None and device_map is not None:
-        raise RequestError(f"quantize={quantize!r} is for models that are loaded whole; leave out device_map, or quantize")

@@ -323,11 +323,10 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     lengths = length_histogram(request.rows)
     source = source_of(request.model, allows_other_forward=request.keeps_batches)
     allow = check_allow(request.allow)
-    pads_to_full_length = lengths.mean >= lengths.sequence_length or not request.split.trims
     workload = Workload(
         sequence_length=lengths.sequence_length,
         global_batch=request.global_batch,
-        lengths=None if pads_to_full_length else lengths,
+        lengths=lengths.unless_full() if request.split.trims else None,
         total_steps=request.total_steps,
         allow=allow,
         clips_gradients=request.clips_gradients,

@@ -31,10 +31,9 @@ from upshift.training.tasks.rows import (
     IMAGE_PARTS,
     Examples,
     Preprocessors,
-    Progress,
     TaskData,
+    TaskInputs,
     TaskRow,
-    TaskRows,
     is_given,
     join_places,
     load_processor,
@@ -188,14 +187,14 @@ def place_labels(ids: Ids, example: ChatExample, marks: frozenset[int]) -> Ids |
     return labels
 
 
-def prepare_chats(
-    source: ModelSource, rows: TaskRows, options: DataOptions, *, sequence_length: int | None, progress: Progress
-) -> TaskData:
+def prepare_chats(inputs: TaskInputs) -> TaskData:
     """Return the examples of chats. Raise RequestError with the place of a row that cannot be used."""
-    reader = ChatReader(source, options)
-    read, held_out = read_splits(rows, reader.read, progress)
+    rows = inputs.rows
+    sequence_length = inputs.sequence_length
+    reader = ChatReader(inputs.source, inputs.options)
+    read, held_out = read_splits(rows, reader.read, inputs.progress)
     reader.report()
-    training, evaluation = (_of_length(split, reader, sequence_length, options) for split in (read, held_out))
+    training, evaluation = (_of_length(split, reader, sequence_length, inputs.options) for split in (read, held_out))
     num_long = len(read) + len(held_out) - len(training) - len(evaluation)
     if num_long:
         say_once(f"{rows.origin}: {num_long} rows longer than {sequence_length} tokens are left out")

@@ -16,10 +16,9 @@ from upshift.training.tasks.labels import Label, check_label, find_labels
 from upshift.training.tasks.metrics.classes import class_metrics
 from upshift.training.tasks.rows import (
     Preprocessors,
-    Progress,
     TaskData,
+    TaskInputs,
     TaskRow,
-    TaskRows,
     load_processor,
     make_task_data,
     read_splits,
@@ -80,30 +79,38 @@ class SoundReader:
         return dict(self.processor(samples, sampling_rate=rate, return_tensors="pt", **options))
 
 
-def prepare_classification(
-    source: ModelSource, rows: TaskRows, *, of_sounds: bool, has_head: bool, progress: Progress
-) -> TaskData:
-    """Return the examples of images, or of sounds, with labels. ``has_head``: the model's files have a head with labels."""
+def prepare_images(inputs: TaskInputs) -> TaskData:
+    """Return the examples of images with labels."""
+    return _prepare_media(inputs, ImageReader)
+
+
+def prepare_sounds(inputs: TaskInputs) -> TaskData:
+    """Return the examples of sounds with labels."""
+    return _prepare_media(inputs, SoundReader)
+
+
+def _prepare_media(inputs: TaskInputs, reader_class: type[ImageReader] | type[SoundReader]) -> TaskData:
+    rows = inputs.rows
     class_names = rows.class_names.get(LABEL, ())
     values = {_label_of(row, class_names) for row in (*rows.training, *rows.evaluation)}
-    labels = find_labels(source, values, has_head=has_head, class_names=class_names)
-    reader = SoundReader(source) if of_sounds else ImageReader(source)
+    labels = find_labels(inputs.source, values, has_head=inputs.has_head, class_names=class_names)
+    reader = reader_class(inputs.source)
 
     def read(row: TaskRow) -> LabelledMedia:
         number = labels.number(_label_of(row, class_names), row.place)
         return LabelledMedia(reader.read(row), number)
 
     def collate(examples: Sequence[LabelledMedia]) -> dict[str, Any]:
-        inputs = reader.inputs([example.content for example in examples])
-        return {**inputs, "labels": torch.tensor([example.label for example in examples])}
+        contents = reader.inputs([example.content for example in examples])
+        return {**contents, "labels": torch.tensor([example.label for example in examples])}
 
     return make_task_data(
-        read_splits(rows, read, progress),
+        read_splits(rows, read, inputs.progress),
         tries_batch=True,
         collate=collate,
         preprocessors=Preprocessors((reader.processor,)),
         describe=lambda example: [(_shown(example.content), False), (f" {labels.names[example.label]}", True)],
-        new_head=labels.new_head(source),
+        new_head=labels.new_head(inputs.source),
         metrics=class_metrics(lambda example: example.label),
     )
 

@@ -24,9 +24,9 @@ from upshift.training.tasks.chats import prepare_chats
 from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
 from upshift.training.tasks.images.folders import has_pairs, paired_folder
 from upshift.training.tasks.images.segmentation import has_named_label_image, learns_label_images, prepare_segmentation
-from upshift.training.tasks.media_classification import prepare_classification
+from upshift.training.tasks.media_classification import prepare_images, prepare_sounds
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
-from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
+from upshift.training.tasks.rows import Progress, TaskData, TaskInputs, TaskRow, first_row, has_images, read_task_rows
 from upshift.training.tasks.speech import prepare_speech
 from upshift.training.tasks.text_classification import prepare_text_classification, text_columns
 from upshift.training.tasks.token_classification import prepare_token_classification, word_columns
@@ -43,14 +43,24 @@ TaskKind = Literal[
     "object-detection",
     "image-segmentation",
 ]
-MEDIA_CLASSIFICATIONS: tuple[TaskKind, ...] = ("image-classification", "audio-classification")
-SORTED_BY_LABEL: tuple[TaskKind, ...] = (*MEDIA_CLASSIFICATIONS, "text-classification")
+SORTED_BY_LABEL: tuple[TaskKind, ...] = ("image-classification", "audio-classification", "text-classification")
 TEXT_KINDS: Mapping[str, TextKind] = {  # by the name of --objective
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
     "question-answering": "question-answering",
 }
 SEGMENTATION: TaskKind = "image-segmentation"
+PREPARE: Mapping[TaskKind, Callable[[TaskInputs], TaskData]] = {
+    "image-text-to-text": prepare_chats,
+    "image-classification": prepare_images,
+    "audio-classification": prepare_sounds,
+    "speech-recognition": prepare_speech,
+    "text-classification": prepare_text_classification,
+    "token-classification": prepare_token_classification,
+    "question-answering": prepare_question_answering,
+    "object-detection": prepare_detection,
+    "image-segmentation": prepare_segmentation,
+}
 IMAGE_CLASSIFICATION, AUDIO_CLASSIFICATION = (
     next(task for task in TASKS if task.name == name) for name in ("image-classification", "audio-classification")
 )
@@ -210,38 +220,30 @@ def prepare_task(
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
     read_folder = paired_folder if task.kind == SEGMENTATION else None
     rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL, read_folder=read_folder)
-    has_head = task.new_head_on is None
-    if task.kind == "image-text-to-text":
-        return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)
-    if task.kind in MEDIA_CLASSIFICATIONS:
-        of_sounds = task.kind == "audio-classification"
-        return prepare_classification(source, rows, of_sounds=of_sounds, has_head=has_head, progress=progress)
-    if task.kind == "object-detection":
-        return prepare_detection(source, rows, progress=progress)
-    if task.kind == SEGMENTATION:
-        return prepare_segmentation(source, rows, task.model_class, has_head=has_head, progress=progress)
-    if task.kind == "speech-recognition":
-        return prepare_speech(source, rows, writes=task.model_class.can_generate(), progress=progress)
-    prepare = PREPARE_TEXTS[task.kind]
-    return prepare(source, rows, options, has_head=has_head, sequence_length=sequence_length, progress=progress)
-
-
-PREPARE_TEXTS: Mapping[TaskKind, Callable[..., TaskData]] = {
-    "text-classification": prepare_text_classification,
-    "token-classification": prepare_token_classification,
-    "question-answering": prepare_question_answering,
-}
+    prepare = PREPARE[task.kind]
+    return prepare(
+        TaskInputs(
+            source=source,
+            model_class=task.model_class,
+            has_head=task.new_head_on is None,
+            rows=rows,
+            options=options,
+            sequence_length=sequence_length,
+            progress=progress,
+        )
+    )
 
 
 def _check_options(options: DataOptions, kind: TaskKind, sequence_length: int | None) -> None:
-    if kind not in PREPARE_TEXTS:
+    is_text = kind in TEXT_KINDS.values()
+    if not is_text:
         refuse_given({"--objective": options.objective}, kind)
     if kind != "text-classification":
         refuse_given({"--text-column": options.text_column}, kind)
     if kind != "image-text-to-text":
         of_chats = {"--data-format": options.data_format, "--loss-on": options.loss_on, "--chat-template": options.chat_template}
         refuse_given(of_chats, kind)
-    if kind != "image-text-to-text" and kind not in PREPARE_TEXTS:
+    if kind != "image-text-to-text" and not is_text:
         refuse_given({"--sequence-length": sequence_length, "--long-rows": options.long_rows}, kind)
     if kind in ("text-classification", "token-classification"):
         if options.long_rows == "split":

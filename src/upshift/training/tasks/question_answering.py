@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource
 from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
-from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
 from upshift.training.tasks.metrics.answers import ContextRow, Question, answer_metrics
-from upshift.training.tasks.rows import NewHead, Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
+from upshift.training.tasks.rows import NewHead, Preprocessors, TaskData, TaskInputs, TaskRow, make_task_data, read_splits
 from upshift.training.tasks.texts import TextExample, TextReader, text_of
 
 COLUMNS = ("question", "context", "answers")
@@ -52,22 +50,24 @@ def has_questions(names: Collection[str]) -> bool:
     return all(name in names for name in COLUMNS)
 
 
-def prepare_question_answering(
-    source: ModelSource, rows: TaskRows, options: DataOptions, *, has_head: bool, sequence_length: int | None, progress: Progress
-) -> TaskData:
-    """Return the examples of questions. ``has_head``: the model's files have a head for the ends of an answer."""
-    text_reader = TextReader(source, options, sequence_length)
+def prepare_question_answering(inputs: TaskInputs) -> TaskData:
+    """Return the examples of questions."""
+    rows = inputs.rows
+    text_reader = TextReader(inputs.source, inputs.options, inputs.sequence_length)
     text_reader.need_fast("question answering")
-    reader = QuestionReader(text_reader, text_reader.length if sequence_length else min(text_reader.length, DEFAULT_LENGTH))
+    length = text_reader.length if inputs.sequence_length else min(text_reader.length, DEFAULT_LENGTH)
+    reader = QuestionReader(text_reader, length)
     say_once(
         f"{rows.origin}: question answering, the places of 'answers' in 'context' ({reader.length} tokens a row, {reader.stride} "
         "of which two rows of a context have in common)"
     )
-    training, evaluation = (list(chain.from_iterable(split)) for split in read_splits(rows, reader.read, progress))
+    training, evaluation = (list(chain.from_iterable(split)) for split in read_splits(rows, reader.read, inputs.progress))
     questions = [question for row in rows.evaluation if (question := reader.question(row)) is not None]
     new_head = None
-    if not has_head:
-        say_once(f"{source.base_reference} gets a new head for the start and the end of an answer, whose weights are random")
+    if not inputs.has_head:
+        say_once(
+            f"{inputs.source.base_reference} gets a new head for the start and the end of an answer, whose weights are random"
+        )
         new_head = NewHead(("LABEL_0", "LABEL_1"))
     return make_task_data(
         (training, evaluation),

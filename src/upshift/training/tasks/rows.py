@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict, Unpa
 
 import numpy as np
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.loading.media_files import modality_of
@@ -73,6 +74,19 @@ class TaskRows(NamedTuple):
     def values(self, column: str) -> list[Any]:
         """Return the values that the rows of both splits have in a column."""
         return [row.fields[column] for row in (*self.training, *self.evaluation) if column in row.fields]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskInputs:
+    """What the examples of a task are made of: the rows, the model, and what the user says of both."""
+
+    source: ModelSource
+    model_class: type[PreTrainedModel]
+    has_head: bool  # the model's files have the head of the class
+    rows: TaskRows
+    options: DataOptions
+    sequence_length: int | None
+    progress: Progress
 
 
 def read_task_rows(

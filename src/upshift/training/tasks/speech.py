@@ -17,10 +17,9 @@ from upshift.training.tasks.contents import sound_of
 from upshift.training.tasks.metrics.words import speech_metrics
 from upshift.training.tasks.rows import (
     Preprocessors,
-    Progress,
     TaskData,
+    TaskInputs,
     TaskRow,
-    TaskRows,
     load_processor,
     make_task_data,
     read_splits,
@@ -104,10 +103,11 @@ class SpeechReader:
         return {**self.extractor(sounds, **options), "labels": labels}
 
 
-def prepare_speech(source: ModelSource, rows: TaskRows, *, writes: bool, progress: Progress) -> TaskData:
-    """Return the examples of sounds with texts. ``writes``: the model writes token by token, and has no CTC head."""
-    reader = SpeechReader(source, writes=writes)
-    splits = read_splits(rows, reader.read, progress)
+def prepare_speech(inputs: TaskInputs) -> TaskData:
+    """Return the examples of sounds with texts."""
+    writes = inputs.model_class.can_generate()  # token by token; else the model has a CTC head
+    reader = SpeechReader(inputs.source, writes=writes)
+    splits = read_splits(inputs.rows, reader.read, inputs.progress)
     reader.unknown.report()
     longest = max((len(example.labels) for example in splits[1]), default=0)
     return make_task_data(

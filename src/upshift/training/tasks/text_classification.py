@@ -16,12 +16,11 @@ from upshift.models.source import ModelSource
 from upshift.text import join_names
 from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
-from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
 from upshift.training.tasks.labels import NO_LABEL, Labels, check_label, find_labels
 from upshift.training.tasks.metrics.classes import class_metrics, number_metrics, several_class_metrics
 from upshift.training.tasks.metrics.task_metrics import TaskMetrics
-from upshift.training.tasks.rows import NewHead, Progress, TaskData, TaskRow, TaskRows
+from upshift.training.tasks.rows import NewHead, TaskData, TaskInputs, TaskRow, TaskRows
 from upshift.training.tasks.texts import TextExample, TextReader, text_of
 
 TEXT_COLUMNS = (  # of GLUE's tables and their like; the first that a table has
@@ -65,24 +64,17 @@ class Targets:
     new_head: NewHead | None
 
 
-def prepare_text_classification(
-    source: ModelSource,
-    rows: TaskRows,
-    options: DataOptions,
-    *,
-    has_head: bool,
-    sequence_length: int | None,
-    progress: Progress,
-) -> TaskData:
-    """Return the examples of texts with labels. ``has_head``: the model's files have a head with labels."""
-    columns = _find_columns(rows.training[0], options.text_column)
+def prepare_text_classification(inputs: TaskInputs) -> TaskData:
+    """Return the examples of texts with labels."""
+    rows = inputs.rows
+    columns = _find_columns(rows.training[0], inputs.options.text_column)
     label = next((name for name in LABEL_COLUMNS if name in rows.training[0].fields), LABEL_COLUMNS[0])
-    targets = _find_targets(source, rows, label, has_head=has_head)
+    targets = _find_targets(inputs.source, rows, label, has_head=inputs.has_head)
     say_once(
         f"{rows.origin}: {DESCRIPTIONS[targets.problem_type]}, the {'pairs' if len(columns) == 2 else 'texts'} of "
         f"{' and '.join(map(repr, columns))} with {label!r}{targets.shown}"
     )
-    reader = TextReader(source, options, sequence_length)
+    reader = TextReader(inputs.source, inputs.options, inputs.sequence_length)
 
     def read(row: TaskRow) -> TextExample | None:
         missing = next((name for name in (*columns, label) if name not in row.fields), None)
@@ -108,7 +100,7 @@ def prepare_text_classification(
     return reader.read_data(
         rows,
         read,
-        progress,
+        inputs.progress,
         collate=collate,
         describe=describe,
         new_head=targets.new_head,

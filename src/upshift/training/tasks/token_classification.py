@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource
 from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
-from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.tasks.labels import Label, check_label, find_labels
 from upshift.training.tasks.metrics.entities import tag_metrics
-from upshift.training.tasks.rows import Progress, TaskData, TaskRow, TaskRows
+from upshift.training.tasks.rows import TaskData, TaskInputs, TaskRow, TaskRows
 from upshift.training.tasks.texts import TextExample, TextReader
 
 WORD_COLUMNS = ("tokens", "words")
@@ -34,17 +32,10 @@ def word_columns(names: Collection[str]) -> tuple[str, str] | None:
     return None if words is None or tags is None else (words, tags)
 
 
-def prepare_token_classification(
-    source: ModelSource,
-    rows: TaskRows,
-    options: DataOptions,
-    *,
-    has_head: bool,
-    sequence_length: int | None,
-    progress: Progress,
-) -> TaskData:
-    """Return the examples of rows of words with tags. ``has_head``: the model's files have a head with labels."""
-    reader = TextReader(source, options, sequence_length)
+def prepare_token_classification(inputs: TaskInputs) -> TaskData:
+    """Return the examples of rows of words with tags."""
+    rows = inputs.rows
+    reader = TextReader(inputs.source, inputs.options, inputs.sequence_length)
     reader.need_fast("token classification")
     reader.take_words()
     words_of_row = {id(row): _read_words(row, rows) for row in (*rows.training, *rows.evaluation)}
@@ -52,7 +43,7 @@ def prepare_token_classification(
     if not tags:
         raise RequestError(f"{rows.origin} has no row with a word; give at least one")
     names = word_columns(rows.training[0].fields) or WORD_COLUMNS
-    labels = find_labels(source, tags, has_head=has_head, class_names=rows.class_names.get(names[1], ()))
+    labels = find_labels(inputs.source, tags, has_head=inputs.has_head, class_names=rows.class_names.get(names[1], ()))
     say_once(
         f"{rows.origin}: token classification, the words of {names[0]!r} with the tags of {names[1]!r} "
         f"({len(labels.names)} labels: {labels.shown()})"
@@ -70,9 +61,9 @@ def prepare_token_classification(
         return reader.example(encoding, learned) if (learned != IGNORED).any() else None
 
     def collate(examples: Sequence[TextExample]) -> dict[str, Any]:
-        inputs = reader.pad(examples)
-        width = inputs["input_ids"].shape[1]
-        return {**inputs, "labels": reader.pad_side([example.learned for example in examples], width)}
+        padded = reader.pad(examples)
+        width = padded["input_ids"].shape[1]
+        return {**padded, "labels": reader.pad_side([example.learned for example in examples], width)}
 
     def describe(example: TextExample) -> list[tuple[str, bool]]:
         parts = []
@@ -86,10 +77,10 @@ def prepare_token_classification(
     return reader.read_data(
         rows,
         read,
-        progress,
+        inputs.progress,
         collate=collate,
         describe=describe,
-        new_head=labels.new_head(source),
+        new_head=labels.new_head(inputs.source),
         metrics=tag_metrics(labels.names),
     )
 

@@ -10,13 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from upshift.errors import RequestError
-from upshift.models.adapter import complete_model
-from upshift.models.build import build_model, choose_class
 from upshift.models.source import ModelSource
+from upshift.models.tracing.segments import Tracer
 from upshift.planning.analysis.what_if import value_of
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import Planning
@@ -106,19 +102,13 @@ def reject_unrunnable_plans(planning: Planning, source: ModelSource) -> Planning
     ranking = planning.ranking
     if all(candidate.plan.layout == ALONE for candidate in ranking.candidates):
         return planning
-    models: dict[torch.dtype, nn.Module] = {}
-
-    def model_for(plan: Plan) -> nn.Module:
-        dtype = weight_dtype(source, plan)
-        if dtype not in models:
-            config = source.hf_config
-            model_class, _ = choose_class(config, source.reference)
-            with torch.device("meta"):
-                models[dtype] = complete_model(build_model(config, model_class, dtype=dtype), source)
-        return models[dtype]
-
+    tracer = Tracer(source)
     rehearsals = Rehearsals(source)
-    return reject_plans(planning, lambda plan: why_cannot_run(plan, model_for(plan)) or rehearsals.why_not(plan))
+
+    def why_not(plan: Plan) -> str | None:
+        return why_cannot_run(plan, tracer.whole_model(weight_dtype(source, plan))) or rehearsals.why_not(plan)
+
+    return reject_plans(planning, why_not)
 
 
 def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, by_recomputation: bool = False) -> Planning:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource
 from upshift.training.data.chat_rows import decode_json
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
@@ -18,7 +17,7 @@ from upshift.training.tasks.contents import RowImage, plain, structs_of
 from upshift.training.tasks.labels import Label, check_label, find_labels
 from upshift.training.tasks.media_classification import ImageReader
 from upshift.training.tasks.metrics.boxes import box_metrics
-from upshift.training.tasks.rows import Preprocessors, Progress, TaskData, TaskRow, TaskRows, make_task_data, read_splits
+from upshift.training.tasks.rows import Preprocessors, TaskData, TaskInputs, TaskRow, make_task_data, read_splits
 
 OBJECTS = "objects"
 CATEGORY_NAMES = ("category", "categories", "category_id", "label")  # of a box; datasets' pages have the first two
@@ -46,16 +45,17 @@ def learns_boxes(model_class: type[PreTrainedModel]) -> bool:
     return "labels" in inspect.signature(model_class.forward).parameters
 
 
-def prepare_detection(source: ModelSource, rows: TaskRows, *, progress: Progress) -> TaskData:
+def prepare_detection(inputs: TaskInputs) -> TaskData:
     """Return the examples of images with boxes."""
-    reader = ImageReader(source)
+    rows = inputs.rows
+    reader = ImageReader(inputs.source)
     column = next((name for name in CATEGORY_NAMES if f"{OBJECTS}.{name}" in rows.class_names), CATEGORY_NAMES[0])
     class_names = rows.class_names.get(f"{OBJECTS}.{column}", ())
     boxes = {id(row): _read_boxes(row, class_names) for row in (*rows.training, *rows.evaluation)}
     categories = {box.category for of_row in boxes.values() for box in of_row}
     if not categories:
         raise RequestError(f"{rows.origin} has no box; give at least one")
-    labels = find_labels(source, categories, has_head=True, class_names=class_names, least=1)
+    labels = find_labels(inputs.source, categories, has_head=True, class_names=class_names, least=1)
     say_once(f"{rows.origin}: object detection, the boxes of {OBJECTS!r} ({len(labels.names)} labels: {labels.shown()})")
 
     def read(row: TaskRow) -> DetectionExample:
@@ -72,8 +72,8 @@ def prepare_detection(source: ModelSource, rows: TaskRows, *, progress: Progress
     def collate(examples: Sequence[DetectionExample]) -> dict[str, Any]:
         images = [example.image.read() for example in examples]
         annotations = [{"image_id": 0, "annotations": example.annotations} for example in examples]
-        inputs = dict(reader.processor(images=images, annotations=annotations, return_tensors="pt"))
-        return {**inputs, "labels": [dict(label) for label in inputs["labels"]]}
+        batch = dict(reader.processor(images=images, annotations=annotations, return_tensors="pt"))
+        return {**batch, "labels": [dict(label) for label in batch["labels"]]}
 
     def describe(example: DetectionExample) -> list[tuple[str, bool]]:
         named = [
@@ -84,12 +84,12 @@ def prepare_detection(source: ModelSource, rows: TaskRows, *, progress: Progress
         return [(f"{content if isinstance(content, str) else example.image.place} ", False), ("; ".join(named), True)]
 
     return make_task_data(
-        read_splits(rows, read, progress),
+        read_splits(rows, read, inputs.progress),
         tries_batch=True,
         collate=collate,
         preprocessors=Preprocessors((reader.processor,)),
         describe=describe,
-        new_head=labels.new_head(source),
+        new_head=labels.new_head(inputs.source),
         loss_is_mean_of="rows",
         metrics=box_metrics(reader.processor),
     )

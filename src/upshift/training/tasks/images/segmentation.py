@@ -38,6 +38,7 @@ from upshift.training.tasks.rows import (
     Preprocessors,
     Progress,
     TaskData,
+    TaskInputs,
     TaskRow,
     TaskRows,
     join_places,
@@ -109,17 +110,17 @@ def has_named_label_image(row: TaskRow) -> bool:
     return any(names_image(row.fields.get(name)) for name in LABEL_COLUMNS) and (label is None or names_image(label))
 
 
-def prepare_segmentation(
-    source: ModelSource, rows: TaskRows, model_class: type[PreTrainedModel], *, has_head: bool, progress: Progress
-) -> TaskData:
-    """Return the examples of images with label images. ``has_head``: the model's files have a head with labels."""
-    parameters = inspect.signature(model_class.forward).parameters
+def prepare_segmentation(inputs: TaskInputs) -> TaskData:
+    """Return the examples of images with label images."""
+    source = inputs.source
+    rows = inputs.rows
+    parameters = inspect.signature(inputs.model_class.forward).parameters
     finds_parts, reads_tasks = "mask_labels" in parameters, "task_inputs" in parameters
     processor = _load_processor(source, reads_tasks=reads_tasks)
     pixels = getattr(processor, "image_processor", processor)
     rules = _rules_of(source, rows, pixels, finds_parts=finds_parts)
     examples = {id(row): _read_row(row) for row in (*rows.training, *rows.evaluation)}
-    labels = _read_labels(source, rows, examples, rules, has_head=has_head, progress=progress)
+    labels = _read_labels(source, rows, examples, rules, has_head=inputs.has_head, progress=inputs.progress)
     segmenter = Segmenter(processor, rules, labels, finds_parts, reads_tasks)
     say_once(f"{rows.origin}: segmentation ({len(labels.names)} labels: {labels.shown()})")
     training, evaluation = read_splits(rows, lambda row: examples.get(id(row)), lambda done, total: None)
