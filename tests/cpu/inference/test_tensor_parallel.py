@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import queue
 import signal
@@ -25,11 +26,18 @@ from upshift.errors import EngineEnded, JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.inference import registry, tensor_parallel
 from upshift.inference.generation.engines import torch_decoder
+from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.registry import EngineSetup
+from upshift.inference.weights import find_weights
 from upshift.inference.workers import rank_group, rank_process
 from upshift.inference.workers.dispatcher import Job
 from upshift.inference.workers.rank_group import RankGroup
+from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.embedding import EmbeddingWorker
 from upshift.serving.engine.generation import GenerationWorker, serve_texts
+from upshift.serving.engine.scheduler import Scheduler
 from upshift.serving.messages import Embed, EngineRequest, Generate, Ready, Refused, Vector
 
 PROMPTS = ("the model writes", "a question about rivers and roads", "north", "every answer to the question", "a", "trees and")
@@ -265,6 +273,60 @@ def test_a_divided_model_serves_the_answers_of_one_process(folder: Path) -> None
         GenerationWorker(request.changed(tensor_parallel=3))
 
 
+def build_decoder(folder: Path, ranks: int) -> Any:
+    source = find_weights(str(folder / "llama"))
+    setup = EngineSetup(engine="torch", precision="fp32", threads=ranks, batch=4, tensor_parallel=ranks)
+    return torch_decoder.build_decoder(DecoderBuild(source, setup, folder / "files"))
+
+
+def run_requests(decoder: Any, chunk: int) -> tuple[list[list[int]], int]:
+    """Return the tokens of requests that come while others run, and how many tokens of their prompts were cached.
+
+    No step of the rows waits for more than a chunk of a prompt."""
+    estimator = TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=8)
+    estimator.record_prompts = lambda *_, **__: None  # type: ignore[method-assign]  # times would make the chunks longer
+    scheduler = Scheduler(decoder, rows=4, cache_tokens=400, estimator=estimator, chunk_tokens=chunk)
+    draws = np.random.default_rng(3)
+    begin = draws.integers(3, 60, 34).tolist()
+    prompts = [draws.integers(3, 60, size).tolist() for size in (3, 70, 5, 37, 4)]
+    prompts += [[*begin, *draws.integers(3, 60, size).tolist()] for size in (30, 20, 1)]
+    tickets = []
+    for number, prompt in enumerate(prompts):
+        options = GenerationOptions(max_new_tokens=9 + number)
+        tickets.append(Ticket(number, GeneratedSequence(0, prompt, options, None), 0.0, is_conversation=True))
+        scheduler.add(tickets[-1])
+        scheduler.step()
+        scheduler.step()
+    while scheduler.is_busy:
+        scheduler.step()
+    assert not scheduler.failed
+    return [one.sequence.tokens for one in tickets], sum(one.cached_tokens for one in tickets)
+
+
+def test_chunks_and_cached_prompts_of_ranks_change_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks forget the prompts that the cache drops, and those whose client leaves between two chunks."""
+    tokens, cached = run_requests(build_decoder(folder, 1), 4096)
+    decoder = build_decoder(folder, 2)
+    assert isinstance(decoder, torch_decoder.DividedDecoder)
+    chunks: list[int] = []
+    compute: Callable[..., Any] = decoder._compute
+
+    def record_chunks(method: str, *arguments: Any) -> Any:
+        chunks.extend(arguments[1:] if method == "compute_chunk" else ())
+        return compute(method, *arguments)
+
+    monkeypatch.setattr(decoder, "_compute", record_chunks)
+    assert run_requests(decoder, 8) == (tokens, cached) and cached > 60
+    assert chunks.count(8) > 5, "no prompt was computed beside the rows"
+    left = decoder.compute_chunks([list(range(3, 40))], None, lambda: 8)
+    assert next(left) is None
+    left.close()
+    del left
+    gc.collect()
+    decoder.keep([])
+    assert decoder.ranks.compute("__getattribute__", "_kept") == {}
+
+
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_killed_rank_ends_the_engine_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
     groups: list[RankGroup] = []
@@ -301,7 +363,7 @@ def test_the_request_at_which_the_ranks_fail_is_not_offered_to_another_engine(
     compute: Callable[..., Any] = RankGroup.compute
 
     def fail_at_long(self: RankGroup, method: str, *arguments: Any) -> object:
-        is_long = method == "admit" and max(map(len, arguments[0])) > 30
+        is_long = method == "admit_after" and max(map(len, arguments[0])) > 30
         return compute(self, "no_such_method" if is_long else method, *arguments)
 
     inbox: queue.Queue[Any] = queue.Queue()

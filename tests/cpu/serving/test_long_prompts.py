@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from test_serving_parts import PASS_SECONDS, TOKEN_SECONDS, Clock, Toy, answer, made, ticket
 
+from upshift.errors import EngineEnded, EngineFailed
 from upshift.inference.generation.engines.base import ApartDecoder, DecoderBuild
 from upshift.inference.generation.model import generation_task
 from upshift.inference.generation.options import GenerationOptions
@@ -250,6 +251,26 @@ def test_a_prompt_that_fails_between_its_chunks_fails_alone() -> None:
     run_out(scheduler)
     assert [(one.id, type(error)) for one, error in scheduler.failed] == [(1, MemoryError)]
     assert all(one.sequence.tokens == answer(one.sequence.prompt, 4) for one in (tickets[0], tickets[2]))
+
+
+@pytest.mark.parametrize("kind", [EngineEnded, EngineFailed])
+def test_an_engine_that_ends_in_a_chunk_ends_the_server_of_its_requests(kind: type[EngineEnded]) -> None:
+    """Only if it failed at the prompts themselves, their requests fail with it. Else another engine takes them."""
+
+    class Ending(Toy):
+        def compute_chunks(self, prompts: Any, prefix: Any, next_width: Any) -> Any:
+            yield None
+            raise kind("rank 1 has ended")
+
+    clock = Clock()
+    scheduler = made(clock, rows=3, chunk_tokens=CHUNK)
+    scheduler.engine = Ending(clock, chunks=True)
+    for number, prompt in enumerate((3, 40)):
+        scheduler.add(ticket(number, clock, prompt=prompt))
+        scheduler.step()
+    with pytest.raises(kind, match="rank 1 has ended"):
+        run_out(scheduler)
+    assert [one.id for one, _ in scheduler.failed] == ([1] if kind is EngineFailed else [])
 
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -289,6 +289,10 @@ class Scheduler(RequestQueue[Decoder]):
         try:
             with panics_as_errors():
                 computed = next(work.chunks)
+        except EngineEnded as error:
+            if isinstance(error, EngineFailed):  # at these prompts
+                self.failed += [(ticket, error) for ticket in self._end_apart()]
+            raise
         except Exception as error:  # from these prompts, such as a lack of memory: the rows are as they were
             self.failed += [(ticket, error) for ticket in self._end_apart()]
             return NO_PASS

@@ -4,8 +4,11 @@ recurrent states, for encoder-decoders, or with compiled layers."""
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -85,7 +88,7 @@ class TorchDecoder(NoMixing):
         remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
         prefix_states = prefix.states if prefix else ()
         past = [
-            torch.from_numpy(remainder.pad_states(states)).to(self.model.device, self.model.dtype) for states in prefix_states
+            _to_tensor(remainder.pad_states(states)).to(self.model.device, self.model.dtype) for states in prefix_states
         ]
         cache = full_cache(past)
         length = remainder.mask.shape[1]
@@ -186,7 +189,14 @@ class TorchDecoder(NoMixing):
 
 
 class PartDecoder(TorchDecoder):
-    """The part of a causal language model that one rank computes. Its cache has the heads of this rank alone."""
+    """The part of a causal language model that one rank computes. Its cache has the heads of this rank alone.
+
+    Each rank keeps its own part of prefixes and of prompts that are computed in chunks, by numbers that all ranks share."""
+
+    def __init__(self, build: DecoderBuild) -> None:
+        super().__init__(build)
+        self._kept: dict[int, Any] = {}
+        self._width = 0  # of the next chunk
 
     def load(self, build: DecoderBuild) -> Any:
         model_class = find_architecture(build.source.hf_config, build.source.reference).model_class
@@ -195,21 +205,71 @@ class PartDecoder(TorchDecoder):
     def read_weight_bytes(self) -> int:
         return self.weight_bytes
 
+    def keep_computed(self, number: int, tokens: Sequence[int]) -> int:
+        """Compute a prefix and keep it. Return its length."""
+        self._kept[number] = prefix = self.compute(tokens)
+        return prefix.length
+
+    def keep_prefix_of_row(self, number: int, row: int) -> int:
+        """Keep the keys and values of a row. Return their length."""
+        self._kept[number] = prefix = self.prefix_of_row(row)
+        return prefix.length
+
+    def admit_after(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> np.ndarray:
+        """Add rows that begin with a prefix, whose ``states`` are its number."""
+        return self.admit(prompts, self._find(prefix))
+
+    def begin_chunks(self, number: int, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> None:
+        """Prepare to compute prompts in chunks. The ``states`` of the prefix are its number."""
+        self._kept[number] = self.compute_chunks(prompts, self._find(prefix), lambda: self._width)
+
+    def compute_chunk(self, number: int, width: int) -> np.ndarray | None:
+        """Compute the next chunk of these prompts. Return their logits [N, V] after the last one, and None before."""
+        self._width = width
+        computed = next(self._kept[number])
+        if computed is None:
+            return None
+        self._kept[number] = computed
+        logits: np.ndarray = computed.logits
+        return logits
+
+    def join_kept(self, number: int) -> None:
+        """Make prompts that were computed in chunks rows."""
+        self.join_computed(self._kept.pop(number))
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Forget what is kept under these numbers, where it has not joined the rows."""
+        for number in numbers:
+            self._kept.pop(number, None)
+
+    def _find(self, prefix: Prefix | None) -> Prefix | None:
+        return None if prefix is None else self._kept[prefix.states]._replace(length=prefix.length)
+
+
+class KeptInRanks:
+    """What each rank keeps under a number: its part of a prefix, or of prompts that are computed in chunks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
 
 class DividedDecoder(NoMixing):
     """A causal language model of transformers that several ranks compute together.
 
-    Rows do not start from prefixes, because each rank would have to keep its own part of each prefix."""
+    The ``states`` of a prefix and the ``cache`` of computed rows are KeptInRanks. When such an object is no longer used, the
+    ranks forget its number before their next task."""
 
     joins = True
     extends = True
-    prefixes = False
+    chunks = True
 
     def __init__(self, build: DecoderBuild) -> None:
         part = build._replace(setup=build.setup.of_a_rank())
         job = Job(f"{PartDecoder.__module__}:{PartDecoder.__name__}", {"build": part})
         self.ranks = RankGroup(job, build.setup.tensor_parallel, build.setup.device)
-        self.weight_bytes: int = self.ranks.compute("read_weight_bytes")
+        self._numbers = count()
+        self._unused: deque[int] = deque()  # numbers that the ranks may forget; objects end in any thread
+        self.weight_bytes: int = self._compute("read_weight_bytes")
 
     @property
     def pids(self) -> list[int]:
@@ -219,28 +279,62 @@ class DividedDecoder(NoMixing):
         self.ranks.wait()
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        raise NotImplementedError
+        kept = self._keep()
+        return Prefix(self._compute("keep_computed", kept.number, tokens), kept)
 
     def prefix_of_row(self, row: int) -> Prefix:
-        raise NotImplementedError
+        kept = self._keep()
+        return Prefix(self._compute("keep_prefix_of_row", kept.number, row), kept)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        logits: np.ndarray = self.ranks.compute("admit", prompts)
+        logits: np.ndarray = self._compute("admit_after", prompts, _numbered(prefix))
         return logits
 
+    def compute_chunks(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, next_width: Callable[[], int]
+    ) -> Iterator[ComputedRows | None]:
+        kept = self._keep()
+        self._compute("begin_chunks", kept.number, prompts, _numbered(prefix))
+        while (logits := self._compute("compute_chunk", kept.number, next_width())) is None:
+            yield None
+        _, mask = padded_rows(prompts, left=True)
+        yield ComputedRows(mask, kept, logits, 0)
+
+    def join_computed(self, computed: ComputedRows) -> np.ndarray:
+        self._compute("join_kept", computed.cache.number)
+        return computed.logits
+
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        logits: np.ndarray = self.ranks.compute("step", tokens)
+        logits: np.ndarray = self._compute("step", tokens)
         return logits
 
     def extend(self, tokens: Sequence[int]) -> np.ndarray:
-        logits: np.ndarray = self.ranks.compute("extend", tokens)
+        logits: np.ndarray = self._compute("extend", tokens)
         return logits
 
     def cut(self, tokens: int) -> None:
-        self.ranks.compute("cut", tokens)
+        self._compute("cut", tokens)
 
     def keep(self, rows: list[int]) -> None:
-        self.ranks.compute("keep", rows)
+        self._compute("keep", rows)
+
+    def _keep(self) -> KeptInRanks:
+        """Return a new object that stands for what the ranks keep."""
+        kept = KeptInRanks(next(self._numbers))
+        weakref.finalize(kept, self._unused.append, kept.number).atexit = False
+        return kept
+
+    def _compute(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of all ranks, after they have forgotten what is no longer used."""
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
+        if unused:
+            self.ranks.compute("forget", unused)
+        return self.ranks.compute(method, *arguments)
+
+
+def _numbered(prefix: Prefix | None) -> Prefix | None:
+    """Return a prefix with the number of what the ranks keep for it, which can be sent to them."""
+    return None if prefix is None else prefix._replace(states=prefix.states.number)
 
 
 class TorchStatesDecoder(TorchDecoder):
@@ -318,7 +412,20 @@ def _prefix_of(cache: Any, row: int, length: int) -> Prefix:
 
     Its ``states`` are keys and values [1, heads, T, width] of the first layer, then of the next layers."""
     states = [states[row : row + 1, :, -length:] for layer in cache.layers for states in (layer.keys, layer.values)]
-    return Prefix(length, [tensor.float().cpu().numpy().copy() for tensor in states])
+    return Prefix(length, [_to_array(tensor) for tensor in states])
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy in memory that takes the tensor's own bytes. numpy has no bf16, so its bits become integers."""
+    tensor = tensor.to("cpu", copy=True)
+    array: np.ndarray = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _to_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return the tensor that ``_to_array`` made an array of."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 def _pad_left(states: torch.Tensor, positions: int) -> torch.Tensor:
