@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ class ProcessedPrompts:
         self._prompts: OrderedDict[str, list[int]] = OrderedDict()
 
     def find_or_process(self, key: str, process: Callable[[], list[int]]) -> list[int]:
-        """Return the prompt of a key. Without one, ``process`` makes it."""
+        """Return the prompt of a key. Without one, ``process`` makes it. The key may be as large as the files of the images."""
+        key = hashlib.sha256(key.encode()).hexdigest()
         prompt = self._prompts.pop(key, None) or process()
         self._prompts[key] = prompt
         while sum(kept.input_bytes for kept in self._prompts.values() if isinstance(kept, MediaPrompt)) > self._max_bytes:

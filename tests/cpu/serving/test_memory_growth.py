@@ -1,0 +1,174 @@
+"""Requests of every kind leave nothing behind: the memory of an engine and of the web server does not grow with their number."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import save_chat_model
+from test_pictures import part_of
+from test_serve_faults import Recording, posted
+from test_serving_parts import of_several
+from test_tool_calls import TEMPLATES, TOOLS, make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.engines.torch_decoder import TorchDecoder
+from upshift.inference.registry import EngineSetup
+from upshift.inference.weights import find_weights
+from upshift.serving.app import Server, make_app
+from upshift.serving.engine.answer_pieces import make_pieces
+from upshift.serving.engine.generation import GenerationWorker
+from upshift.serving.engine.main import write_line
+from upshift.serving.engine.scheduler import PromptCache, Scheduler
+from upshift.serving.messages import Cancel, Detokenize, EngineRequest, Generate, LearnedLoad, Tokenize
+from upshift.serving.metrics import Metrics
+from upshift.serving.model_pool import ModelPool
+from upshift.serving.protocols.responses_store import ResponseStore
+
+ROUND = 50  # requests of all kinds
+SETTLED_ROUNDS = 2  # in which caches fill
+ROUNDS = 2
+LEFT = ROUND * ROUNDS // 4  # of one type: a request that leaves one thing behind leaves four times as many
+FULL = LearnedLoad(answer_lengths=(3,) * 256, ttft_ratios=(1.0,) * 256)  # so that nothing more is learned
+WORDS = ("the quick brown fox ", "jumps over a lazy dog ", "while seven wizards ")
+
+
+def growth(make_round: Callable[[], None]) -> dict[str, int]:
+    """Return what ROUNDS rounds have added: objects by their types, and the items in containers of each type.
+
+    The first count makes some objects itself."""
+    for _ in range(SETTLED_ROUNDS):
+        make_round()
+        before = count_objects()
+    for _ in range(ROUNDS):
+        make_round()
+    added = count_objects() - before
+    return {name: number for name, number in added.items() if number >= LEFT}
+
+
+def count_objects() -> Counter[str]:
+    gc.collect()
+    objects = gc.get_objects()
+    counts = Counter(type(one).__name__ for one in objects)
+    for one in objects:
+        if type(one) in (dict, list, set, deque, OrderedDict):
+            counts[f"items of a {type(one).__name__}"] += len(one)
+    return counts
+
+
+def save_talker(folder: Path) -> Path:
+    tokenizer = make_tokenizer(TEMPLATES["hermes"])
+    tokenizer.save_pretrained(folder)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(**small, vocab_size=320, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def texts(number: int) -> dict[str, Any]:
+    """Return the fields of the request with this number: one of ten kinds, and no two prompts are the same."""
+    text = f"{number} " + WORDS[number % 3] * (1 + number % 5)
+    chat = ({"role": "user", "content": text},)
+    kinds: list[dict[str, Any]] = [
+        {"prompt": chat},
+        {"prompt": text},
+        {"prompt": chat, "tools": json.dumps(TOOLS)},
+        {"prompt": chat, "tools": json.dumps(TOOLS), "forced_tools": ("now",)},
+        {"prompt": str(number), "top": 2, "prompt_top": 1},
+        {"prompt": text, "regex": f"[a-z]{{{1 + number % 40}}}"},
+        {"prompt": chat, "json_schema": json.dumps({"type": "object", "properties": {str(number % 40): {"type": "null"}}})},
+        {"prompt": chat, "adapter": f"none{number}"},  # rejected
+        {"prompt": text, "stop_token_ids": (10**9,)},  # rejected
+        {"prompt": tuple(range(3, 90)), "options": {"max_new_tokens": 3, "seed": number, "do_sample": True}},
+    ]
+    return kinds[number % len(kinds)]
+
+
+def pictures(number: int) -> dict[str, Any]:
+    """Return the fields of the request with this number: its text is unlike the others, so its picture is read for it."""
+    parts = [{"type": "text", "text": f"{number}"}, part_of(("red", "blue")[number % 2])]
+    return {"prompt": ({"role": "user", "content": parts},)}
+
+
+@pytest.mark.parametrize(("save", "fields_of"), [(save_talker, texts), (lambda at: save_chat_model(at, "llava"), pictures)])
+def test_an_engine_keeps_nothing_of_its_requests(
+    save: Callable[[Path], Path], fields_of: Callable[[int], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats, texts, tools, forms, scores, pictures: answered, canceled and rejected ones."""
+    if fields_of is pictures and find_spec("PIL") is None:
+        pytest.skip("pillow is not installed: it reads the pictures")
+    monkeypatch.setattr("upshift.inference.generation.media.CACHED_BYTES", 2**16)
+    request = EngineRequest(model=str(save(tmp_path)), engine="torch", prompt_length=4, output_length=4, learned=FULL)
+    worker = GenerationWorker(request)
+    worker.prepare()
+    assert isinstance(worker.scheduler, Scheduler)
+    worker.scheduler._prompt_cache = PromptCache(500)
+    numbers = count()
+
+    def answer_round() -> None:
+        for number in (next(numbers) for _ in range(ROUND)):
+            fields = {"options": {"max_new_tokens": 1 + number % 4}, **fields_of(number)}
+            worker.answer(Generate(id=number, **fields))
+            worker.answer(Tokenize(id=number, prompt=f"text {number}"))
+            worker.answer(Detokenize(id=number, tokens=(3, 4)))
+            if number % 7 == 0:
+                worker.answer(Cancel(id=number))
+            while len(worker.scheduler.tickets) >= 16:
+                run_pass()
+        while worker.is_busy:
+            run_pass()
+
+    def run_pass() -> None:
+        for message in [*make_pieces(worker.run_pass()), *worker.take_failures(), worker.heartbeat()]:
+            write_line(message)
+
+    assert growth(answer_round) == {}
+
+
+def test_the_web_server_keeps_nothing_of_its_requests() -> None:
+    """Whole and streamed answers, kept responses that follow each other, and requests for what is not there."""
+    engine = Recording()
+    metrics = Metrics()
+    server = Server(ModelPool({"m": of_several(engine)}, metrics), metrics)
+    server.responses._store = ResponseStore(max_responses=4)
+    app = make_app(server)
+    numbers = count()
+
+    def answer_round() -> None:
+        for number in (next(numbers) for _ in range(ROUND // 10)):
+            chat = [{"role": "user", "content": f"hello {number}"}]
+            posted(app, {"messages": chat}, {"messages": chat, "stream": True}, path="/v1/chat/completions")
+            posted(app, {"prompt": f"{number}"}, {"prompt": 5}, {"prompt": "x", "model": f"m{number}"})
+            posted(app, {"max_tokens": 5, "messages": chat}, path="/v1/messages")
+            posted(app, {"a": 1}, path=f"/nowhere/{number}")
+            (first,) = posted(app, {"input": f"{number}"}, path="/v1/responses")
+            posted(app, {"input": "more", "previous_response_id": first.json()["id"]}, path="/v1/responses")
+        engine.requests.clear()
+
+    assert growth(answer_round) == {}
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_a_cached_prompt_takes_the_bytes_that_are_reserved_for_it(precision: Any, width: int, tmp_path: Path) -> None:
+    """And a prompt that begins with it has the logits of one that was computed whole."""
+    source = find_weights(str(save_talker(tmp_path)))
+    setup = EngineSetup(engine="torch", precision=precision, threads=1, batch=2)
+    decoder = TorchDecoder(DecoderBuild(source, setup, tmp_path))
+    prompt = list(range(3, 43))
+    decoder.admit([[*range(50, 90), *prompt], prompt])
+    prefix = decoder.prefix_of_row(1)
+    assert sum(states.nbytes for states in prefix.states) == len(prompt) * 2 * 16 * width  # keys and values of one layer
+    decoder.keep([])
+    begun = decoder.admit([[*prompt, 7]], prefix)
+    decoder.keep([])
+    assert begun == pytest.approx(decoder.admit([[*prompt, 7]]), abs=1e-6 if precision == "fp32" else 2e-3)
