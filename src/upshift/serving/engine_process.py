@@ -256,6 +256,7 @@ class EngineProcess:
         Return whether the engine was ready. ``death_time`` is the time when the process before it died, or 0."""
         was_ready = False
         self.heartbeat = IDLE
+        self._error_lines.clear()
         self._start_time = time.monotonic()
         try:
             self._process = await self.spare.take() or await open_engine_process()
@@ -269,6 +270,9 @@ class EngineProcess:
                 self._take_message(message, death_time)
             await self._process.wait()
             await error_reader
+            if was_ready:
+                last_line = self._error_lines[-1] if self._error_lines else "it said nothing"
+                logger.error("the engine of %s ended, and is started again: %s", self.request.model, last_line)
         except Exception as error:  # a process whose output cannot be read is of no use
             self._error_lines.append(f"its answer was not understood ({type(error).__name__})")
             logger.error("the engine of %s is ended: %s", self.request.model, self._error_lines[-1])

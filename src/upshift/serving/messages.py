@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from upshift.errors import RequestError
+from upshift.inference.engine_errors import ComputationFailed
 from upshift.value import Value
 
 PromptEnding = Literal["answer", "nothing", "open"]  # of a chat: an answer begins, nothing follows, or the last message goes on
@@ -356,8 +357,9 @@ class Refused(Value):
             return cls(id=id, status=400, why=str(error), code=CONTEXT_CODE)
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
-        failure = type(error).__name__
-        return cls(id=id, status=500, why=f"the engine failed at this request alone: {failure}: {error}", failure=failure)
+        failure = error.kind if isinstance(error, ComputationFailed) else type(error).__name__
+        reason = error.reason if isinstance(error, ComputationFailed) else f"{failure}: {error}"
+        return cls(id=id, status=500, why=f"the engine failed at this request alone: {reason}", failure=failure)
 
 
 class Heartbeat(Value):

@@ -17,6 +17,8 @@ from peft import LoraConfig, get_peft_model
 from test_serving_parts import PASS_SECONDS, TOKEN_SECONDS, Clock, Toy, answer, made, ticket
 
 from upshift.errors import EngineEnded, EngineFailed
+from upshift.inference.engine_errors import ComputationFailed, PromptsFailed
+from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import ApartDecoder, DecoderBuild
 from upshift.inference.generation.model import generation_task
 from upshift.inference.generation.options import GenerationOptions
@@ -26,6 +28,7 @@ from upshift.inference.weights import find_weights
 from upshift.serving.engine.adapters import AdapterDecoder
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.scheduler import LONE_CHUNK_TOKENS, Scheduler
+from upshift.serving.messages import Refused
 
 CHUNK = 8
 
@@ -271,6 +274,71 @@ def test_an_engine_that_ends_in_a_chunk_ends_the_server_of_its_requests(kind: ty
     with pytest.raises(kind, match="rank 1 has ended"):
         run_out(scheduler)
     assert [one.id for one, _ in scheduler.failed] == ([1] if kind is EngineFailed else [])
+
+
+class Broken(Toy):
+    """An engine whose library raises an error at prompts of five tokens, and from ``broken_from`` on at all prompts."""
+
+    error: type[Exception] = RuntimeError
+    broken_from = 10**9
+
+    def admit(self, prompts: Any, prefix: Any = None) -> np.ndarray:
+        self.broken_from -= 1
+        if self.broken_from < 0 or any(len(prompt) == 5 for prompt in prompts):
+            raise self.error(RuntimeError("bad kernel"))
+        return super().admit(prompts, *([prefix] if prefix else []))
+
+
+def broken_scheduler(error: type[Exception], lengths: tuple[int, ...]) -> tuple[Scheduler, list[Ticket]]:
+    clock = Clock()
+    scheduler = made(clock, rows=3, chunk_tokens=CHUNK)
+    engine = Broken(clock)
+    engine.error = error
+    scheduler.engine = engine
+    tickets = [ticket(number, clock, prompt=length) for number, length in enumerate(lengths)]
+    return scheduler, tickets
+
+
+def test_prompts_at_which_a_library_fails_fail_alone() -> None:
+    """Beside other rows only where the engine says that these are as they were. Without others, the engine begins anew."""
+    for error in (PromptsFailed, RuntimeError):
+        scheduler, tickets = broken_scheduler(error, (5, 3, 5, 2))
+        for one in (tickets[0], tickets[1]):
+            scheduler.add(one)
+            scheduler.step()
+        assert [one.id for one, _ in scheduler.failed] == [0]
+        scheduler.add(tickets[2])
+        if error is RuntimeError:
+            with pytest.raises(ComputationFailed, match="RuntimeError: bad kernel"):
+                scheduler.step()
+            continue
+        scheduler.step()
+        scheduler.add(tickets[3])
+        run_out(scheduler)
+        assert [one.id for one, _ in scheduler.failed] == [0, 2]
+        assert all(one.sequence.tokens == answer(one.sequence.prompt, 4) for one in (tickets[1], tickets[3]))
+        refused = Refused.from_error(0, scheduler.failed[0][1])
+        assert (refused.status, refused.failure) == (500, "RuntimeError") and "alone: RuntimeError: bad kernel" in refused.why
+
+
+def test_a_library_that_fails_at_prompts_of_a_file_is_one_line() -> None:
+    engine: Any = Broken(Clock())
+    options = GenerationOptions(max_new_tokens=2)
+    with pytest.raises(ComputationFailed, match="failed while it computed: RuntimeError: bad kernel; choose another one"):
+        list(decode(engine, [GeneratedSequence(0, [1, 2, 3, 4, 5], options, None)], rows=1))
+
+
+def test_an_engine_that_fails_at_everything_starts_again() -> None:
+    """Each of the requests at which it failed has been told, and no other one."""
+    scheduler, tickets = broken_scheduler(RuntimeError, (3, 2, 4))
+    scheduler.engine.broken_from = 0  # type: ignore[attr-defined]
+    for one in tickets[:3]:
+        scheduler.add(one)
+        if one.id < 2:
+            scheduler.step()
+    with pytest.raises(EngineFailed, match="3 passes failed in a row, the last one with: .*bad kernel"):
+        scheduler.step()
+    assert [one.id for one, _ in scheduler.failed] == [0, 1, 2] and not scheduler.live
 
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

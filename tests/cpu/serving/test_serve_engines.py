@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from running_server import write_models
 
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import EngineFailed, JobFailed, RequestError
 from upshift.inference.generation.generator import Generator
 from upshift.models.source import ModelSource
 from upshift.serving.engine import embedding
@@ -340,3 +340,11 @@ def test_without_a_spare_process(
     with_spare(use)
     words = "it could not be started" if reason == "system" else "only 1.00 GiB of memory are free"
     assert f"no spare process for m: {words}" in caplog.text
+
+
+def test_an_encoder_that_fails_at_everything_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's error fails one request in one line; after three in a row, the process ends with the reason."""
+    answers, _ = embedded(monkeypatch, Embed(id=1, texts=("!",)), Embed(id=2, texts=("!",)), Embed(id=3, texts=("a",)))
+    assert [one.id for one in answers if isinstance(one, Refused)] == [1, 2]
+    with pytest.raises(EngineFailed, match="3 passes failed in a row, the last one with: no exclamation marks"):
+        embedded(monkeypatch, *(Embed(id=number, texts=("!",)) for number in range(3)))

@@ -4,7 +4,7 @@ Texts of similar lengths are batched together, because padding costs as much as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from upshift.inference.encoding.dense import Dense
 from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine, batch_by_length, export_folder, pad_batches
 from upshift.inference.encoding.model_config import EncodingConfig
+from upshift.inference.engine_errors import computing
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.models.config import stable_positions_in, text_configs
 from upshift.models.source import ModelSource
@@ -56,7 +57,7 @@ class Encoding:
         ends = np.cumsum(counts)
         indices = batch_by_length(lengths, self.setup.batch, border=self._border)
         batches = pad_batches(ids, indices, pad=self.pad, segments=self.config.segments)
-        for batch, output in self.engine.outputs(batches):
+        for batch, output in self._outputs(batches):
             if raw and self.config.pairs:
                 rows = output
             elif vector_masks:
@@ -69,6 +70,16 @@ class Encoding:
             row_indices = [np.arange(ends[index] - counts[index], ends[index]) for index in batch.indices]
             result[np.concatenate(row_indices)] = rows
         return np.empty((0, 0), dtype=np.float32) if result is None else result
+
+    def _outputs(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Yield each batch with its output. Raise JobFailed if the engine fails at one."""
+        outputs = iter(self.engine.outputs(batches))
+        while True:
+            with computing():
+                computed = next(outputs, None)
+            if computed is None:
+                return
+            yield computed
 
     def keeps(self, ids: list[int]) -> Array:
         """Return which tokens [S] of a text get a vector."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from upshift.inference.engine_errors import computing
 from upshift.inference.generation.engines.base import Decoder, Prefix
 from upshift.inference.generation.prefix import PASS_TOKENS, common_prefix
 from upshift.inference.generation.prompt_lookup import Lookup
@@ -34,7 +35,8 @@ def decode(
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.index)))
     has_prefixes = decoder.joins and decoder.prefixes and shares_prefix
     prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if has_prefixes else []
-    prefix = decoder.compute(prefix_ids) if prefix_ids else None
+    with computing():
+        prefix = decoder.compute(prefix_ids) if prefix_ids else None
     live: list[GeneratedSequence] = []
     while queue or live:
         admitted = _take_admitted(decoder, queue, live, rows, len(prefix_ids))
@@ -42,13 +44,15 @@ def decode(
         if lookup is not None and is_only and not (decoder.mixes and live[0].pending_tokens):
             yield from _look_up(decoder, live[0], lookup)
         else:
-            sequences, logits = _run_pass(decoder, live, admitted, prefix)
+            with computing():
+                sequences, logits = _run_pass(decoder, live, admitted, prefix)
             for sequence, token in zip(sequences, choose_tokens(logits, sequences), strict=True):
                 sequence.add(token)
                 yield sequence, token
         live_rows = [row for row, sequence in enumerate(live) if sequence.ending is None]
         if len(live_rows) < len(live):
-            decoder.keep(live_rows)
+            with computing():
+                decoder.keep(live_rows)
             live = [live[row] for row in live_rows]
 
 
@@ -121,7 +125,8 @@ def _look_up(decoder: Decoder, sequence: GeneratedSequence, lookup: Lookup) -> I
     """Yield the next token of the only sequence, and the tokens after it that were guessed right."""
     start = time.perf_counter()
     guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.tokens_left - 1)
-    logits = decoder.extend([sequence.tokens[-1], *guess])
+    with computing():
+        logits = decoder.extend([sequence.tokens[-1], *guess])
     seconds = time.perf_counter() - start
     accepted = 0
     for position in range(len(logits)):

@@ -256,6 +256,57 @@ class Work(NamedTuple):
     steps: int
 
 
+@dataclass
+class Turns:
+    """The passes of prompts in an engine with chunks, and the steps of the rows between them, as ``Scheduler`` orders them.
+
+    ``room``: tokens of prompts that are computed before the next step. ``left``: tokens of the prompts apart.
+    ``apart``: the ids of their requests. ``is_chunk_next``: else a short prompt goes before the next chunk of them."""
+
+    width: int
+    room: int
+    left: int
+    apart: set[int]
+    has_rows: bool
+    is_chunk_next: bool
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, ticket: Ticket, *, has_row: bool) -> None:
+        """Add the prompt of the next request. With ``has_row``, it takes turns with the chunks of a prompt apart."""
+        length = ticket.uncached_tokens
+        if self.apart and (length > self.width or ticket.shares_with in self.apart or not has_row):
+            self.finish_apart()
+        if length > self.width:
+            self.left = length
+            self.apart = {ticket.id}
+            self.is_chunk_next = True
+            return
+        if self.apart and self.is_chunk_next:
+            self._compute(min(self.left, self.width), steps=1)
+            self.left -= min(self.left, self.width)
+            self.room = 0
+            if not self.left:
+                self.apart = set()
+                self.has_rows = True
+        self.is_chunk_next = True
+        is_next_pass = length > self.room
+        self.room = (self.width if is_next_pass else self.room) - length
+        self._compute(length, steps=int(is_next_pass))
+        self.has_rows = True
+
+    def finish_apart(self) -> None:
+        """Compute all chunks of the prompts apart."""
+        self._compute(self.left, steps=-(-self.left // self.width))
+        self.left = self.room = 0
+        self.apart = set()
+        self.has_rows = True
+
+    def _compute(self, tokens: int, *, steps: int) -> None:
+        self.tokens += tokens
+        self.steps += steps if self.has_rows else 0
+
+
 class CacheUse(NamedTuple):
     """The tokens of an engine's cache, and those that are reserved for requests.
 
@@ -268,6 +319,7 @@ class CacheUse(NamedTuple):
     own: int
 
 
+MAX_FAILURES = 3  # failed passes in a row, after which an engine starts again
 UNKNOWN_TOKENS = 1 << 30  # of an answer, which ends as recent ones did
 OFFSET_SHARE = 0.5  # of the promised time
 SMOOTHING = 0.9  # share of the old value when a new pass is measured

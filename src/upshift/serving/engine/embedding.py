@@ -27,7 +27,7 @@ from upshift.inference.encoding.text_pair import Pair
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.tokenizer import load_tokenizer, panics_as_errors
 from upshift.inference.workers.own_processes import own_bytes, watch_processes
-from upshift.serving.engine.admission import smooth
+from upshift.serving.engine.admission import MAX_FAILURES, smooth
 from upshift.serving.engine.tokenization import check_token_ids, token_replies
 from upshift.serving.load_test.traffic import WORDS
 from upshift.serving.messages import (
@@ -137,6 +137,7 @@ class EmbeddingWorker:
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[WaitingTexts] = deque()
+        self._failed_passes = 0  # in a row
         self.failures: list[Refused] = []  # of the pass at which the engine ended
         expected_texts = _expected_texts(request, self.encoder.tokenizer.shortest)
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
@@ -265,7 +266,10 @@ class EmbeddingWorker:
             if len(parts) > 1:
                 return [answer for part in parts for answer in self._encode([part])]
             waiting = parts[0][0]
+            if not isinstance(error, RequestError):
+                self._count_failure(waiting, error)
             return [] if waiting.has_failed else self._fail(waiting, Refused.from_error(waiting.request.id, error))
+        self._failed_passes = 0
         seconds = time.perf_counter() - start_time
         self.text_seconds = smooth(self.text_seconds, seconds / len(rows_of_ids))
         self.token_seconds = smooth(self.token_seconds, seconds / max(sum(map(len, rows_of_ids)), 1))
@@ -276,6 +280,13 @@ class EmbeddingWorker:
                 answers += self._answer(waiting, rows[start : start + len(text_ids)], text_ids)
             start += len(text_ids)
         return answers
+
+    def _count_failure(self, waiting: WaitingTexts, error: Exception) -> None:
+        """Raise EngineFailed at the last of MAX_FAILURES failed passes in a row, because the engine is broken."""
+        self._failed_passes += 1
+        if self._failed_passes >= MAX_FAILURES:
+            self.failures.append(Refused.from_error(waiting.request.id, error))
+            raise EngineFailed(f"{self._failed_passes} passes failed in a row, the last one with: {error}") from error
 
     def _fail(self, waiting: WaitingTexts, refused: Refused) -> list[Value]:
         """Give up the other texts of a request. Return its refusal."""

@@ -21,6 +21,7 @@ from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
+from upshift.inference.engine_errors import ComputationFailed
 from upshift.serving.messages import (
     MAX_LINE_BYTES,
     TO_ENGINE,
@@ -86,11 +87,14 @@ def main() -> None:
     threading.Thread(target=_read_requests, args=(inbox,), daemon=True).start()
     try:
         run_engine(request, inbox, send)
-    except UpshiftError as error:
+    except Exception as error:  # of any library
+        is_known = isinstance(error, UpshiftError)
         if isinstance(error, EngineEnded) or is_ready.is_set():  # the server starts this process again, as if it had been killed
-            sys.stderr.write(f"{error}\n")
+            sys.stderr.write(f"{error if is_known else ComputationFailed(error)}\n")
             sys.stderr.flush()
             os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
+        if not isinstance(error, UpshiftError):
+            raise
         send([Failed(why=str(error), exit_code=error.exit_code)])
 
 

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.errors import EngineEnded, EngineFailed
+from upshift.inference.engine_errors import ComputationFailed, PromptsFailed, computing
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
 from upshift.inference.tokenizer import panics_as_errors
-from upshift.serving.engine.admission import RequestQueue, Ticket, Work
+from upshift.serving.engine.admission import MAX_FAILURES, RequestQueue, Ticket, Turns, Work
 
 CACHED_PROMPT_SHARE = 2  # the prompt cache may hold the number of the engine's cache tokens divided by this
 PROMPT_CHUNK_TOKENS = 256  # of prompts in one pass: more would delay the sequences whose next tokens the pass computes
@@ -48,57 +49,6 @@ class ComputedInChunks:
     seconds: float = 0.0
 
 
-@dataclass
-class Turns:
-    """The passes of prompts in an engine with chunks, and the steps of the rows between them, as ``Scheduler`` orders them.
-
-    ``room``: tokens of prompts that are computed before the next step. ``left``: tokens of the prompts apart.
-    ``apart``: the ids of their requests. ``is_chunk_next``: else a short prompt goes before the next chunk of them."""
-
-    width: int
-    room: int
-    left: int
-    apart: set[int]
-    has_rows: bool
-    is_chunk_next: bool
-    tokens: int = 0
-    steps: int = 0
-
-    def add(self, ticket: Ticket, *, has_row: bool) -> None:
-        """Add the prompt of the next request. With ``has_row``, it takes turns with the chunks of a prompt apart."""
-        length = ticket.uncached_tokens
-        if self.apart and (length > self.width or ticket.shares_with in self.apart or not has_row):
-            self.finish_apart()
-        if length > self.width:
-            self.left = length
-            self.apart = {ticket.id}
-            self.is_chunk_next = True
-            return
-        if self.apart and self.is_chunk_next:
-            self._compute(min(self.left, self.width), steps=1)
-            self.left -= min(self.left, self.width)
-            self.room = 0
-            if not self.left:
-                self.apart = set()
-                self.has_rows = True
-        self.is_chunk_next = True
-        is_next_pass = length > self.room
-        self.room = (self.width if is_next_pass else self.room) - length
-        self._compute(length, steps=int(is_next_pass))
-        self.has_rows = True
-
-    def finish_apart(self) -> None:
-        """Compute all chunks of the prompts apart."""
-        self._compute(self.left, steps=-(-self.left // self.width))
-        self.left = self.room = 0
-        self.apart = set()
-        self.has_rows = True
-
-    def _compute(self, tokens: int, *, steps: int) -> None:
-        self.tokens += tokens
-        self.steps += steps if self.has_rows else 0
-
-
 class Admitted(NamedTuple):
     """A request that joins the rows in the next pass, and the cached beginning of its prompt."""
 
@@ -119,6 +69,7 @@ class Scheduler(RequestQueue[Decoder]):
     _apart: ComputedInThread | ComputedInChunks | None = None
     _apart_start: float = 0.0
     _unstepped_tokens: int = 0  # of prompts that were computed since the last step of the rows
+    _failures: int = 0  # passes in a row that failed
     _is_chunk_next: bool = True  # else a short prompt that waits goes before the next chunk
 
     def __post_init__(self) -> None:
@@ -214,7 +165,7 @@ class Scheduler(RequestQueue[Decoder]):
             self._begin_apart(admitted)
         elif admitted:
             self._is_chunk_next = True
-            return self._run_pass(admitted)
+            return self._begin(admitted)
         if isinstance(self._apart, ComputedInThread):
             joined = self._join_thread(self._apart)
             if joined is not None:
@@ -294,7 +245,7 @@ class Scheduler(RequestQueue[Decoder]):
                 self.failed += [(ticket, error) for ticket in self._end_apart()]
             raise
         except Exception as error:  # from these prompts, such as a lack of memory: the rows are as they were
-            self.failed += [(ticket, error) for ticket in self._end_apart()]
+            self._fail(self._end_apart(), error)
             return NO_PASS
         work.seconds += self.clock() - start
         work.left_tokens = max(work.left_tokens - work.width, 0)
@@ -311,6 +262,13 @@ class Scheduler(RequestQueue[Decoder]):
         logits = self.decoder.join_computed(computed)
         kept = [row for row, ticket in enumerate(tickets) if ticket.id not in self._canceled_ids]
         return [tickets[row] for row in kept], logits[kept]
+
+    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
+        """Let requests fail alone. Raise EngineFailed after MAX_FAILURES failed passes in a row, because the engine is broken."""
+        self.failed += [(ticket, error) for ticket in tickets]
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            raise EngineFailed(f"{self._failures} passes failed in a row, the last one with: {error}") from error
 
     def _record_ending(self, ticket: Ticket) -> None:
         sequence = ticket.sequence
@@ -352,6 +310,21 @@ class Scheduler(RequestQueue[Decoder]):
         sequence.add(token)
         return token
 
+    def _begin(self, admitted: list[Admitted]) -> Pass:
+        """Run one pass with new prompts. If it fails and the other rows are as they were, only these requests fail."""
+        earlier = self.live
+        try:
+            with panics_as_errors(), computing():
+                return self._run_pass(admitted)
+        except ComputationFailed as error:
+            if earlier and not isinstance(error, PromptsFailed):
+                raise
+            self.live = earlier
+            if not earlier:
+                self.decoder.keep([])
+            self._fail([new.ticket for new in admitted], error)
+            return NO_PASS
+
     def _run_pass(self, admitted: list[Admitted]) -> Pass:
         """Run one pass of the engine. Return the requests that get a next token from it, and their logits."""
         start = self.clock()
@@ -377,6 +350,7 @@ class Scheduler(RequestQueue[Decoder]):
             tickets = earlier
             prompt_tokens = self._unstepped_tokens = 0
             logits = self.decoder.step(np.array([ticket.sequence.take_input() for ticket in tickets], dtype=np.int64))
+        self._failures = 0
         seconds = self.clock() - start
         if prompt_tokens:
             prompt_seconds = max(seconds - self.estimator.step_seconds, 0.0) if has_step else seconds
@@ -418,7 +392,9 @@ class Scheduler(RequestQueue[Decoder]):
                 fits_pass = not admitted and not ticket.has_inputs and ticket.uncached_tokens <= token_budget
             elif not mixes and admitted:
                 is_alone = ticket.has_inputs or admitted[0].ticket.has_inputs
-                is_beside = token_budget >= ticket.uncached_tokens and _states(prefix) is _states(admitted[0].prefix)
+                is_beside = token_budget >= ticket.uncached_tokens and getattr(prefix, "states", None) is getattr(
+                    admitted[0].prefix, "states", None
+                )
                 fits_pass = is_beside and not is_alone
             if not (fits_cache and fits_pass):
                 break

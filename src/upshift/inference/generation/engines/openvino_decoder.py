@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from upshift.inference.engine_errors import PromptsFailed, computing
 from upshift.inference.generation.engines.base import ComputedRows, Decoder, DecoderBuild, NoExtension, Padding, Prefix
 from upshift.inference.generation.engines.openvino_paged import OpenVinoPagedDecoder, convert_to_paged
 from upshift.inference.generation.model import attends_to_all
@@ -165,7 +166,8 @@ class OpenVinoStatefulDecoder(NoExtension):
 
     def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
         """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
-        *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
+        with computing(PromptsFailed):
+            *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
         assert computed is not None, "the last chunk gives the rows"
         return computed
 

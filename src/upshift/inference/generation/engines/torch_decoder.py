@@ -4,17 +4,18 @@ recurrent states, for encoder-decoders, or with compiled layers."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from upshift.inference.engine_errors import PromptsFailed, computing
 from upshift.inference.generation.engines.base import ComputedRows, DecoderBuild, NoExtension, NoMixing, Padding, Prefix
 from upshift.inference.generation.media import other_inputs
 from upshift.inference.generation.model import full_cache, load_model, on_model, weight_bytes
@@ -87,9 +88,7 @@ class TorchDecoder(NoMixing):
         by other factors."""
         remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
         prefix_states = prefix.states if prefix else ()
-        past = [
-            _to_tensor(remainder.pad_states(states)).to(self.model.device, self.model.dtype) for states in prefix_states
-        ]
+        past = [_to_tensor(remainder.pad_states(states)).to(self.model.device, self.model.dtype) for states in prefix_states]
         cache = full_cache(past)
         length = remainder.mask.shape[1]
         is_beyond = self._border is not None and length > self._border
@@ -139,7 +138,8 @@ class TorchDecoder(NoMixing):
 
     def _compute_whole(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None) -> ComputedRows:
         """Compute prompts apart from the rows, in chunks that only limit the memory of a pass."""
-        *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
+        with computing(PromptsFailed):
+            *_, computed = self.compute_chunks(prompts, prefix, lambda: PASS_TOKENS)
         assert computed is not None, "the last chunk gives the rows"
         return computed
 
@@ -267,7 +267,7 @@ class DividedDecoder(NoMixing):
         part = build._replace(setup=build.setup.of_a_rank())
         job = Job(f"{PartDecoder.__module__}:{PartDecoder.__name__}", {"build": part})
         self.ranks = RankGroup(job, build.setup.tensor_parallel, build.setup.device)
-        self._numbers = count()
+        self._numbers = itertools.count()
         self._unused: deque[int] = deque()  # numbers that the ranks may forget; objects end in any thread
         self.weight_bytes: int = self._compute("read_weight_bytes")
 
@@ -357,7 +357,9 @@ class TorchStatesDecoder(TorchDecoder):
         return states_cache(self.model.config)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        return self.join_computed(self.compute_apart(prompts))
+        with computing(PromptsFailed):
+            computed = self.compute_apart(prompts)
+        return self.join_computed(computed)
 
     def compute_apart(self, prompts: Sequence[Sequence[int]]) -> ComputedRows:
         remainder = remaining_tokens(prompts, 0)
