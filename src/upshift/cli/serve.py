@@ -85,6 +85,13 @@ def _check_traces_endpoint(url: str) -> str:
     return url
 
 
+def _check_template(template: str) -> str:
+    """Return the text of a chat template. Raise RequestError if it cannot be read."""
+    from upshift.training.data.data_options import read_chat_template
+
+    return read_chat_template(template)
+
+
 Models = Annotated[
     list[str],
     argument("MODEL...", "One or several models: folders or model ids. NAME=MODEL gives a model a name for clients."),
@@ -143,6 +150,13 @@ SslKeyfile = Annotated[
     option(
         "--ssl-keyfile", text="The private key of the certificate, in a PEM file.", panel=Panel.SERVER, metavar="PATH",
         default="in the certificate's file",
+    ),
+]  # fmt: skip
+ChatTemplate = Annotated[
+    str | None,
+    option(
+        "--chat-template", panel=Panel.SERVER, metavar="FILE", default="the model's own", check=_check_template,
+        text="The template of chats: a Jinja file, its text, or a name (chatml).",
     ),
 ]  # fmt: skip
 AllowSpecial = Annotated[
@@ -224,6 +238,7 @@ MaxBodyMb = Annotated[
 
 FOR_TEXTS = {  # options that only models use which generate, by name
     "max_tpot_ms": "--max-tpot-ms", "output_length": "--output-length", "concurrency": "--concurrency",
+    "chat_template": "--chat-template",
     "engine_python": "--engine-python", "engine_settings": "--engine-set",
 }  # fmt: skip
 NOT_OF_A_SERVER = {  # options of generation
@@ -258,6 +273,7 @@ def command(
     request_seconds: RequestSeconds = 600.0,
     max_body_mb: MaxBodyMb = 4.0,
     api_key_file: ApiKeyFile = None,
+    chat_template: ChatTemplate = None,
     allow_special: AllowSpecial = False,
     allow_origin: AllowOrigin = None,
     root_path: RootPath = "",
@@ -354,7 +370,7 @@ def _engine_requests(names: Mapping[str, str], given: Mapping[str, Any]) -> dict
     from upshift.inference.adapters import check_adapters
     from upshift.inference.race.types import read_limit, read_seconds
 
-    same = ("quality", "engine", "prompt_length", "output_length", "max_waiting", "allow_special")
+    same = ("quality", "engine", "prompt_length", "output_length", "max_waiting", "allow_special", "chat_template")
     tensor_parallel = given["tensor_parallel"] or 1
     folders = _read_adapters(given["adapter"] or [])
     adapters = _assign_adapters(folders, names, given["adapter_folder"], given["engine"], tensor_parallel)

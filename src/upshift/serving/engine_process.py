@@ -297,6 +297,8 @@ class EngineProcess:
     def _take_ready(self, ready: Ready, death_time: float) -> None:
         self.ready = ready
         self._has_been_ready = True
+        if ready.replaces_template:
+            logger.warning("%s: --chat-template is used in place of the chat template of the tokenizer", self.request.model)
         for name, reason in ready.lost_adapters.items():
             logger.error("the adapter %s was not loaded again: %s", name, reason)
         self._set_state("ready")

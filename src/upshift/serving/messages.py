@@ -63,6 +63,7 @@ class EngineRequest(Value):
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
+    chat_template: str | None = Field(None, description="the text of a template in place of the tokenizer's own")
     allow_special: bool = Field(False, description="control tokens in the texts of a chat's messages stay control tokens")
     image_folder: str | None = Field(None, description="whose pictures a message may name by file: URLs; None allows none")
     takes_adapters: bool = Field(False, description="the engine is one that computes adapters")
@@ -201,6 +202,7 @@ class Ready(Value):
     positions: int | None = Field(description="maximum tokens of a prompt with its answer")
     resident_bytes: int
     chats: bool = Field(True, description="whether the model has a chat template")
+    replaces_template: bool = Field(False, description="--chat-template is used in place of the tokenizer's own")
     lost_adapters: dict[str, str] = Field({}, description="why adapters were not loaded again after a restart, by their names")
     seconds: dict[str, float]
     late_imports: int = Field(0, description="modules that the process imported after it had its request")

@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from chat_models import byte_level_tokenizer
 from test_serve_faults import Recording, app_of, posted
 from test_serving_parts import of_several
 from test_tool_calls import TEMPLATES, TOOLS, USER, folder, make_tokenizer, message_of  # noqa: F401
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from upshift.errors import RequestError
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
 from upshift.serving.engine.generation import GenerationWorker, answer_requests
@@ -254,3 +257,29 @@ def test_a_panic_of_the_tokenizer_fails_its_own_request(worker: Any, monkeypatch
     for request in (Generate(id=1, prompt="x"), Generate(id=1, prompt=(USER,)), Tokenize(id=1, prompt="x")):
         (refused,) = worker.answer(request)
         assert isinstance(refused, Refused) and (refused.status, refused.failure) == (500, "RuntimeError"), refused
+
+
+GIVEN = "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}[answer]"
+
+
+@pytest.mark.parametrize("own", ["", "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
+    """Of a model that has none, or in place of its own. The engine is not started with a template that writes no chat."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = own or None
+    tokenizer.save_pretrained(tmp_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    request = EngineRequest(model=str(tmp_path), engine="torch", chat_template=GIVEN)
+    worker = GenerationWorker(request)
+    chat = ({"role": "user", "content": "a question"},)
+    (tokens,) = worker.answer(Tokenize(id=1, prompt=chat))
+    assert tokens.ids == tuple(tokenizer("[user] a question [answer]", add_special_tokens=False).input_ids)  # type: ignore[attr-defined]
+    assert worker._replaces_template == bool(own)
+    for template, words in (("{% for", "is no Jinja template"), ("{{ 'hello' }}", "does not write a chat")):
+        with pytest.raises(RequestError, match=f"--chat-template {words}"):
+            GenerationWorker(request.changed(chat_template=template))
+    (answered,) = GenerationWorker(request.changed(chat_template=None)).answer(Tokenize(id=1, prompt=chat))
+    assert own or "start the server with --chat-template" in answered.why  # type: ignore[attr-defined]

@@ -85,6 +85,7 @@ class MediaPrompts:
     def __init__(self, source: ModelSource) -> None:
         self._source = source
         self._processed = ProcessedPrompts()
+        self.template: str | None = None  # a chat template in place of the processor's own
 
     @cached_property
     def processor(self) -> Any:
@@ -98,13 +99,16 @@ class MediaPrompts:
         if IMAGE not in inputs:
             raise RequestError(f"{reference!r} reads {' and '.join(inputs)}, and the prompts have images; leave the images out")
         try:
-            return AutoProcessor.from_pretrained(self._source.directory)
+            processor = AutoProcessor.from_pretrained(self._source.directory)
         except ImportError as error:
             if find_spec("PIL") is None:
                 raise MissingExtra(library="pillow", extra="images", purpose="a prompt with images") from None
             raise RequestError(f"the processor of {reference!r} does not load: {one_line(error)}") from None
         except (OSError, ValueError) as error:
             raise RequestError(f"{reference!r} has no processor that loads ({error}); save one beside the model") from None
+        if self.template is not None:
+            processor.chat_template = self.template
+        return processor
 
     def tokenize(self, prompt: Any, name: str, *, chat: bool) -> list[int]:
         """Return the token ids of a prompt with images, and the model's inputs for them. ``name`` names the prompt.

@@ -39,6 +39,12 @@ class Prompts:
         if chat:
             self._check_template()
 
+    def use_template(self, template: str) -> bool:
+        """Write chats by this template. Return whether it takes the place of one that the tokenizer has."""
+        has_own = bool(self.tokenizer.chat_template)
+        self.tokenizer.chat_template = self.media.template = template
+        return has_own
+
     def tokenize(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
         """Return the token ids of prompts. ``first`` is the index of the first prompt among all, for messages.
 

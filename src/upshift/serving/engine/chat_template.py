@@ -17,9 +17,11 @@ from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media, media_parts
+from upshift.inference.generation.prompts import Prompts
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
 from upshift.loading.media_files import read_image_file
 from upshift.serving.messages import PromptEnding, TemplateOptions
+from upshift.training.data.chat_template import check_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,17 @@ SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a 
 EFFORT = "reasoning_effort"
 MAX_PIXELS = 2**25  # of one picture: a small file can have more than fit into memory
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # that a template raises for messages that it does not take
+
+
+def use_template(prompts: Prompts, template: str | None) -> bool:
+    """Write chats by a template of the user, if there is one. Raise RequestError if it writes no chat.
+
+    Return whether it takes the place of one that the tokenizer has."""
+    if template is None:
+        return False
+    replaces = prompts.use_template(template)
+    check_chat_template(prompts.tokenizer)
+    return replaces
 
 
 class ChatTemplate:

@@ -28,6 +28,7 @@ from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.adapter_files import keep_adapters
 from upshift.serving.engine.admission import RequestQueue, Ticket, TtftEstimator
 from upshift.serving.engine.answer_pieces import NewToken, OpenRequest, TextStream, make_pieces
+from upshift.serving.engine.chat_template import use_template
 from upshift.serving.engine.picture_support import PictureReader
 from upshift.serving.engine.reasoning import ReasoningGuide, ReasoningStream
 from upshift.serving.engine.scheduler import Scheduler
@@ -121,13 +122,9 @@ def answer_requests(worker: GenerationWorker, inbox: queue.Queue[Any], send: Cal
                 continue
             if sending is not None:
                 sending.result()
-            sending = sender.submit(_send_pieces, send, messages, new_tokens)
+            sending = sender.submit(lambda messages, tokens: send([*messages, *make_pieces(tokens)]), messages, new_tokens)
             new_tokens = []
             last_sent = now
-
-
-def _send_pieces(send: Callable[[list[Value]], None], messages: list[Value], new_tokens: list[NewToken]) -> None:
-    send([*messages, *make_pieces(new_tokens)])
 
 
 class GenerationWorker:
@@ -152,6 +149,7 @@ class GenerationWorker:
             tensor_parallel=request.tensor_parallel,
             adapters=list(request.adapters.values()),
         )
+        self._replaces_template = use_template(self.generator.prompts, request.chat_template)
         eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
         self.prompt_length, self.output_length = prompt_and_answer_lengths(
             self.generator.source,
@@ -207,6 +205,7 @@ class GenerationWorker:
             positions=self.generator.longest,
             resident_bytes=self._resident_bytes(),
             chats=bool(self.generator.prompts.tokenizer.chat_template),
+            replaces_template=self._replaces_template,
             lost_adapters=self._lost_adapters,
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),

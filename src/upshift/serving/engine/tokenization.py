@@ -75,7 +75,9 @@ class PromptReader:
             return self._prompts.tokenize([prompt])[0]
         tokenizer = self._prompts.tokenizer
         if not tokenizer.chat_template:
-            raise RequestError("the model has no chat template; give a text to /v1/completions")
+            raise RequestError(
+                "the model has no chat template; give a text to /v1/completions, or start the server with --chat-template"
+            )
         form = self.reasoning_form
         variables = self.template.read_variables(template, reasons=form is not None)
         messages = template_reasoning(prompt, form)

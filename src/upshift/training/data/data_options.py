@@ -69,7 +69,7 @@ class DataOptions(Value):
     @classmethod
     def _read_template(cls, template: Any) -> Any:
         """Return the text of a template. Raise RequestError for a file that cannot be read or holds none."""
-        return _read_chat_template(template) if isinstance(template, str | Path) else template
+        return read_chat_template(template) if isinstance(template, str | Path) else template
 
     @field_validator("eval_size")
     @classmethod
@@ -137,7 +137,7 @@ def _show_option(field: str, value: Any) -> str:
     return f"{option} {next((name for name, text in CHAT_TEMPLATES.items() if text == value), shown)}"
 
 
-def _read_chat_template(template: str | Path) -> str:
+def read_chat_template(template: str | Path) -> str:
     """Return the text of a chat template: of a name, of a file, or itself. Raise RequestError for others."""
     text = str(template)
     if text in CHAT_TEMPLATES:
