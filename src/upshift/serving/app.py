@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import logging
 import secrets
-import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
@@ -46,12 +44,23 @@ from upshift.serving.protocols.anthropic_answers import MessageAnswer
 from upshift.serving.protocols.anthropic_requests import MessagesPrompt, MessagesRequest
 from upshift.serving.protocols.batch_addresses import add_batch_addresses
 from upshift.serving.protocols.description import DescribedApp
-from upshift.serving.protocols.embeddings import CohereEmbedRequest, TeiEmbedRequest
+from upshift.serving.protocols.embeddings import CohereEmbedRequest, TeiEmbedRequest, read_floats
+from upshift.serving.protocols.ollama_addresses import OllamaAddresses
+from upshift.serving.protocols.ollama_requests import OllamaEmbed
 from upshift.serving.protocols.responses_addresses import ResponsesAddresses
 from upshift.serving.protocols.responses_requests import ResponsesRequest
 from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
 from upshift.serving.protocols.tokenize import DetokenizeRequest, TokenizeRequest
-from upshift.serving.refusals import ANTHROPIC_RESPONSES, FAULT, RESPONSES, Refusal, body_error, error_response, refusal_of
+from upshift.serving.refusals import (
+    ANTHROPIC_RESPONSES,
+    FAULT,
+    OLLAMA_RESPONSES,
+    RESPONSES,
+    Refusal,
+    body_error,
+    error_response,
+    refusal_of,
+)
 from upshift.serving.replicas import ReplicaSet
 from upshift.serving.request_checks import Guard, Limits, RootPath, route_path
 from upshift.serving.request_traces import RequestTraces
@@ -79,6 +88,7 @@ class Site:
     origins: tuple[str, ...] = ()
 
 
+LATEST = ":latest"  # as Ollama's clients end the name of a model
 NO_ADDRESS = "Not Found"  # Starlette's words
 NamedRequest = TypeVar("NamedRequest", bound=RequestBody | MessagesPrompt)
 
@@ -163,9 +173,15 @@ class Server:
         return len(tokens.ids)
 
     async def answer_chat(
-        self, answer: ProtocolAnswer, chat: ChatRequest, path: str, on_end: Callable[[Usage], None] = lambda usage: None
+        self,
+        answer: ProtocolAnswer,
+        chat: TextRequest,
+        path: str,
+        on_end: Callable[[Usage], None] = lambda usage: None,
+        media_type: str = EVENT_STREAM,
     ) -> Response:
-        """Answer a chat in another form than that of chat completions. ``on_end`` receives the token counts of a whole answer."""
+        """Answer in another form than OpenAI's. ``on_end`` receives the token counts of a whole answer. ``media_type`` is that of
+        a stream."""
         self.check_model(chat.model)
         chat.check()
         counts = Answer(chat)
@@ -173,7 +189,7 @@ class Server:
         if chat.stream:
             first_choice = await anext(choices)  # a request that is rejected here gets an error status instead of a stream
             events = self._stream_protocol(answer, counts, first_choice, choices, path, on_end)
-            return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
+            return StreamingResponse(events, media_type=media_type, headers=STREAM_HEADERS)
         async with aclosing(choices):
             async for choice in choices:
                 counts.add(choice)
@@ -215,21 +231,27 @@ class Server:
         async with self._load(request.model, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             vectors = await engine.vectors(Embed(texts=request.texts(), dimensions=request.dimensions))
         self.metrics.tokens.labels(request.model, "prompt").inc(vectors.tokens)
+        is_encoded = request.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": index, "embedding": _encode_vector(row, request.encoding_format)}
+            {"object": "embedding", "index": index, "embedding": row if is_encoded else read_floats(row)}
             for index, row in enumerate(vectors.rows)
         ]
         usage = {"prompt_tokens": vectors.tokens, "total_tokens": vectors.tokens}
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
 
     async def embed_for_cohere(self, request: CohereEmbedRequest) -> Response:
-        return await self._embed_texts(request)
+        return await self.embed_texts(request)
 
     async def embed_for_tei(self, request: TeiEmbedRequest) -> Response:
-        return await self._embed_texts(request)
+        return await self.embed_texts(request)
 
-    async def _embed_texts(self, request: CohereEmbedRequest | TeiEmbedRequest) -> Response:
-        name = self._choose_model(request.model)
+    async def load_model(self, name: str) -> None:
+        """Load a model that generates, if it is not loaded."""
+        async with self._load(name, ("generate",)):
+            return
+
+    async def embed_texts(self, request: CohereEmbedRequest | TeiEmbedRequest | OllamaEmbed) -> Response:
+        name = self.choose_model(request.model)
         async with self._load(name, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
             vectors = await engine.vectors(request.engine_request())
         self.metrics.tokens.labels(name, "prompt").inc(vectors.tokens)
@@ -243,7 +265,7 @@ class Server:
 
     async def _score(self, request: ScoringRequest) -> Response:
         """Answer with the scores of pairs of texts: a cross-encoder's, or the cosine of embeddings."""
-        name = self._choose_model(request.model)
+        name = self.choose_model(request.model)
         async with self._load(name, ("score", "encode")) as (engine, seconds_left), asyncio.timeout(seconds_left):
             assert engine.ready is not None
             reads_pairs = engine.ready.task == "score"
@@ -416,13 +438,14 @@ class Server:
 
     def _load_any(self, name: str | None) -> AbstractAsyncContextManager[tuple[ReplicaSet, float]]:
         """Return what ``_load`` does, for any task."""
-        return self._load(self._choose_model(name), TASKS)
+        return self._load(self.choose_model(name), TASKS)
 
-    def _choose_model(self, name: str | None) -> str:
-        """Return the name of a model that is served here. Without a name, there must be one model."""
+    def choose_model(self, name: str | None) -> str:
+        """Return the name of a model that is served here, where LATEST may follow. Without a name, there must be one model."""
         if name is None and len(self.pool.engines) > 1:
             raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
         chosen = next(iter(self.pool.engines)) if name is None else name
+        chosen = chosen if chosen in self.pool.names else chosen.removesuffix(LATEST)
         self.check_model(chosen)
         return chosen
 
@@ -454,7 +477,7 @@ class Server:
 
     def name_model(self, request: NamedRequest) -> NamedRequest:
         """Return a request with the name of its model. Without a name, there must be one model, which is meant."""
-        named: Any = request.model_copy(update={"model": self._choose_model(request.model or None)})
+        named: Any = request.model_copy(update={"model": self.choose_model(request.model or None)})
         result: NamedRequest = named
         return result
 
@@ -485,14 +508,6 @@ def choice_seed(seed: int, index: int) -> int:
         return seed % 2**63
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _encode_vector(row: str, encoding_format: str) -> Any:
-    """Return an fp32 vector in base64 as it is for "base64", and as numbers for "float"."""
-    if encoding_format == "base64":
-        return row
-    data = base64.b64decode(row)
-    return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 def make_app(server: Server, site: Site = Site()) -> FastAPI:
@@ -558,6 +573,7 @@ def _add_addresses(app: FastAPI, server: Server, batches: Batches | None) -> Non
     for path in ("/score", "/v1/score"):
         app.post(path, **errors)(server.score)
     server.responses.add_to(app, errors)
+    OllamaAddresses(server).add_to(app, {"responses": OLLAMA_RESPONSES})
     app.post("/v1/messages", responses=ANTHROPIC_RESPONSES)(server.message)
     app.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)(server.count_tokens)
     app.post("/tokenize", **errors)(server.tokenize)

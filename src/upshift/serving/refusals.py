@@ -1,4 +1,4 @@
-"""Tell clients why a request is rejected: the status, and the error in OpenAI's form or in Anthropic's."""
+"""Tell clients why a request is rejected: the status, and the error in OpenAI's form in Anthropic's or in Ollama's."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
+class OllamaErrorAnswer(BaseModel):
+    error: str
+
+
 class AnthropicErrorBody(BaseModel):
     type: str
     message: str
@@ -40,6 +44,7 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 ANTHROPIC_PREFIX = "/v1/messages"  # of the addresses whose errors have Anthropic's form
+OLLAMA_PREFIX = "/api/"  # likewise, of Ollama's
 ANTHROPIC_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -77,6 +82,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "model": AnthropicErrorAnswer} for status, description in DESCRIPTIONS.items()
 }
+OLLAMA_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "model": OllamaErrorAnswer} for status, description in DESCRIPTIONS.items()
+}
 RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
@@ -105,6 +113,10 @@ class Refusal(NamedTuple):
         error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else cut_error(self.param)
         return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
+
+    def ollama_body(self) -> dict[str, Any]:
+        """Return the error in Ollama's form."""
+        return {"error": cut_error(self.message)}
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error in Anthropic's form. Its clients know a prompt that is too long by the words of the message."""
@@ -161,6 +173,7 @@ def error_response(refusal: Refusal, path: str) -> JSONResponse:
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     body = refusal.anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else refusal.body()
+    body = refusal.ollama_body() if path.startswith(OLLAMA_PREFIX) else body
     return JSONResponse(body, status_code=refusal.status, headers=headers)
 
 

@@ -36,7 +36,7 @@ class CohereEmbedRequest(CheckedBody):
 
     def answer(self, model: str, rows: list[str], tokens: int) -> dict[str, Any]:
         """Return the body of the answer from the rows in base64."""
-        forms: dict[str, list[Any]] = {"base64": [*rows], "float": [_read_floats(row) for row in rows]}
+        forms: dict[str, list[Any]] = {"base64": [*rows], "float": [read_floats(row) for row in rows]}
         return {
             "id": uuid.uuid4().hex,
             "embeddings": {name: forms[name] for name in dict.fromkeys(self.embedding_types)},
@@ -62,13 +62,14 @@ class TeiEmbedRequest(CheckedBody):
 
     def answer(self, model: str, rows: list[str], tokens: int) -> list[list[float]]:
         """Return the body of the answer from the rows in base64."""
-        vectors = [_read_floats(row) for row in rows]
+        vectors = [read_floats(row) for row in rows]
         if not self.normalize:
             return vectors
         lengths = [math.hypot(*vector) or 1.0 for vector in vectors]
         return [[value / length for value in vector] for vector, length in zip(vectors, lengths, strict=True)]
 
 
-def _read_floats(row: str) -> list[float]:
+def read_floats(row: str) -> list[float]:
+    """Return the numbers of a row in base64."""
     data = base64.b64decode(row)
     return list(struct.unpack(f"<{len(data) // 4}f", data))
