@@ -94,6 +94,7 @@ class Generate(Value):
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
     prompt: Prompt
+    suffix: str | None = Field(None, description="the text that follows the answer, where the prompt is a text")
     adapter: str | None = Field(None, description="the name of an adapter")
     options: dict[str, Any] = {}
     default_tokens: int | None = Field(None, description="of an answer, if neither the request nor the server's --set limits it")

@@ -450,6 +450,7 @@ class CompletionRequest(SamplingRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
+    suffix: str | None = Field(None, description="the text that follows the answer, for models that fill in the middle")
     echo: bool = Field(
         False, description="whether the text begins with the prompt, with its log-probabilities if they are wanted"
     )
@@ -463,6 +464,11 @@ class CompletionRequest(SamplingRequest):
             raise RequestError(f"best_of is {self.best_of}, and {self.n} texts are computed; give {self.n}, or leave it out")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise RequestError("max_tokens is 0, so there is no answer; give 1 or more, or echo, or prompt_logprobs")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in _split_texts(self.prompt)):
+            raise RequestError("suffix belongs to a prompt that is a text, and this one has token ids; leave suffix out")
+
+    def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
+        return super().engine_request(prompt, seed=seed).model_copy(update={"suffix": self.suffix or None})
 
     @property
     def max_answer_tokens(self) -> int | None:

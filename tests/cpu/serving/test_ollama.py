@@ -144,6 +144,8 @@ def test_a_raw_prompt_is_a_text(fields: dict[str, Any], chats: bool) -> None:
     """So is that of a model without a chat template."""
     request: Any = OllamaPrompt.model_validate({"prompt": "once", **fields}).to_request(chats=chats)
     assert request.prompts() == ["once"]
+    fill: Any = OllamaPrompt.model_validate({"prompt": "once", "suffix": "end", **fields}).to_request(chats=chats)
+    assert fill.engine_request("once", seed=0).suffix == "end"
     chat: Any = OllamaPrompt.model_validate({"prompt": "once", "system": "be brief"}).to_request(chats=True)
     assert [(one.role, one.content) for one in chat.messages] == [("system", "be brief"), ("user", "once")]
     with pytest.raises(RequestError, match="system, images and think are for a chat template"):
@@ -186,7 +188,9 @@ def test_hostile_bodies_are_one_line(path: str) -> None:
         "stream",
     ]
     options = ["temperature", "num_predict", "stop", "seed", "mirostat", "no_such_option"]
-    bodies: list[dict[str, Any]] = [{**good, name: value} for name in [*names, "suffix", "no_such_field"] for value in values]
+    bodies: list[dict[str, Any]] = [
+        {**good, name: value} for name in [*names, "stream", "suffix", "no_such_field"] for value in values
+    ]
     bodies += [{**good, "options": {name: value}} for name in options for value in values]
     bodies += [{**good, "messages": [{"role": role, "content": value}]} for role in ("tool", "x") for value in values]
     bodies += [{**good, "messages": [{**USER, "images": [value], "tool_calls": [value]}]} for value in values]

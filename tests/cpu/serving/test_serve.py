@@ -240,7 +240,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "enc", "prompt": "x"}, 400, "answers at /v1/embeddings"),
     ("/v1/embeddings", {"model": "tiny", "input": "x"}, 400, "answers at /v1/chat/completions"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "logprobs": 21}, 400, "logprobs"),
-    ("/v1/completions", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix is not possible here"),
+    (
+        "/v1/completions",
+        {"model": "tiny", "prompt": "x", "suffix": "y"},
+        400,
+        "suffix needs control tokens for filling in the middle",
+    ),
     ("/v1/embeddings", {"model": "enc", "input": "x", "dimensions": 33}, 400, "vectors of 32"),
     ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "is empty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),

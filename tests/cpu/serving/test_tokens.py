@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -23,7 +24,17 @@ from upshift.serving.engine import tokenization
 from upshift.serving.engine.generation import GenerationWorker, answer_requests
 from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, PromptThread, ReadPrompt, token_replies
 from upshift.serving.engine_process import EngineProcess, RequestRefused
-from upshift.serving.messages import Cancel, Detokenize, EngineRequest, Generate, Piece, Refused, Tokenize, Tokens
+from upshift.serving.messages import (
+    Cancel,
+    Detokenize,
+    EngineRequest,
+    Generate,
+    Piece,
+    Refused,
+    TemplateOptions,
+    Tokenize,
+    Tokens,
+)
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.request_checks import Limits
@@ -283,3 +294,28 @@ def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
             GenerationWorker(request.changed(chat_template=template))
     (answered,) = GenerationWorker(request.changed(chat_template=None)).answer(Tokenize(id=1, prompt=chat))
     assert own or "start the server with --chat-template" in answered.why  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("marks", [*tokenization.FILL_MARKS, ()])
+def test_a_suffix_follows_the_answer(marks: tuple[str, ...]) -> None:
+    """By the control tokens of the tokenizer, and of no other tokenizer: without them, it is rejected."""
+    tokenizer = byte_level_tokenizer(adds_bos=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    prompts: Any = SimpleNamespace(tokenizer=tokenizer, media=None, tokenize=lambda texts: tokenizer(texts).input_ids)
+    reader = PromptReader(prompts, allow_special=False)
+    if not marks:
+        with pytest.raises(RequestError, match="suffix needs control tokens"):
+            reader.read("a = ", None, TemplateOptions(), "b")
+        return
+    parts = [tokenizer(text).input_ids for text in ("a = ", "; print(a)")]
+    before, after, middle = tokenizer.convert_tokens_to_ids(list(marks))
+    assert reader.read("a = ", None, TemplateOptions(), "; print(a)") == [before, *parts[0], after, *parts[1], middle]
+
+
+def test_a_suffix_belongs_to_a_text() -> None:
+    engine = Recording()
+    app, _ = app_of(engine)
+    asked: list[tuple[Any, str]] = [("x", "y"), ("x", ""), ([5], "y")]
+    text, empty, ids = posted(app, *({"prompt": prompt, "suffix": suffix} for prompt, suffix in asked))
+    assert [request.suffix for request in engine.requests] == ["y", None] and text.status_code == empty.status_code == 200
+    assert ids.status_code == 400 and "suffix belongs to a prompt that is a text" in ids.json()["error"]["message"]

@@ -129,6 +129,7 @@ class OllamaPrompt(OllamaRequest):
 
     prompt: str = ""
     system: str = ""
+    suffix: str = Field("", description="the text that follows the answer, for models that fill in the middle")
     images: list[Picture] = []
     raw: bool = Field(False, description="true: the prompt is a text that the model continues")
     template: Literal[""] = Field("", description=ONLY_DEFAULT)
@@ -139,17 +140,17 @@ class OllamaPrompt(OllamaRequest):
 
     def to_request(self, *, chats: bool) -> TextRequest:
         """Return the request as one of OpenAI's. ``chats`` says whether the model has a chat template."""
-        if chats and not self.raw:
+        if chats and not (self.raw or self.suffix):
             system = [OllamaMessage(role="system", content=self.system)] if self.system else []
             user = OllamaMessage(role="user", content=self.prompt, images=self.images)
             return read_chat(self._fields() | {"messages": chat_messages([*system, user])})
         if self.system or self.images or self.think:
-            raise RequestError("system, images and think are for a chat template; leave them out, or leave raw out")
+            raise RequestError("system, images and think are for a chat template; leave them out, or leave raw and suffix out")
         fields = self._fields()
         fields = {name: value for name, value in fields.items() if name not in ("enable_thinking", "reasoning_effort")}
         fields["max_tokens"] = fields["max_tokens"] or DEFAULT_TOKENS
         try:
-            return CompletionRequest.model_validate(fields | {"prompt": self.prompt})
+            return CompletionRequest.model_validate(fields | {"prompt": self.prompt, "suffix": self.suffix})
         except ValidationError as error:
             raise RequestError(refusal_of_problems(error.errors()).message) from None
 
