@@ -247,7 +247,7 @@ class PartDecoder(TorchDecoder):
 
 
 class KeptInRanks:
-    """What each rank keeps under a number: its part of a prefix, or of prompts that are computed in chunks."""
+    """Name what each rank keeps under a number: its part of a prefix, or of prompts that are computed in chunks."""
 
     def __init__(self, number: int) -> None:
         self.number = number
