@@ -28,6 +28,7 @@ from upshift.inference.weights import find_weights
 from upshift.serving.engine.adapters import AdapterDecoder
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.scheduler import LONE_CHUNK_TOKENS, Scheduler
+from upshift.serving.engine.warmup import measure_passes
 from upshift.serving.messages import Refused
 
 CHUNK = 8
@@ -326,6 +327,12 @@ def test_a_library_that_fails_at_prompts_of_a_file_is_one_line() -> None:
     options = GenerationOptions(max_new_tokens=2)
     with pytest.raises(ComputationFailed, match="failed while it computed: RuntimeError: bad kernel; choose another one"):
         list(decode(engine, [GeneratedSequence(0, [1, 2, 3, 4, 5], options, None)], rows=1))
+
+
+def test_an_engine_that_fails_in_the_warm_up_does_not_start() -> None:
+    scheduler, _ = broken_scheduler(RuntimeError, ())
+    with pytest.raises(ComputationFailed, match="RuntimeError: bad kernel"):
+        measure_passes(scheduler, [[1, 2, 3, 4, 5]], None, 1)
 
 
 def test_an_engine_that_fails_at_everything_starts_again() -> None:

@@ -168,10 +168,11 @@ def test_the_models_are_listed_and_described(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
 def test_hostile_bodies_are_one_line(path: str) -> None:
-    app, _ = app_of(Talking())
-    good = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "x"}, "/api/show": {}}[
-        path
-    ]
+    engine: Any = Talking()
+    engine.ready = engine.ready.changed(task="encode" if path == "/api/embed" else "generate")
+    app, _ = app_of(engine)
+    goods = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "x"}}
+    good: dict[str, Any] = goods.get(path, {})
     values: list[Any] = [0, -1, 10**400, 1e308, True, "", "x", "\ud800", [], [[]], [None], {}, {"": {}}, ["a"] * 3000]
     names = [
         "model",
@@ -186,11 +187,11 @@ def test_hostile_bodies_are_one_line(path: str) -> None:
         "images",
         "raw",
         "stream",
+        "suffix",
+        "no_such_field",
     ]
     options = ["temperature", "num_predict", "stop", "seed", "mirostat", "no_such_option"]
-    bodies: list[dict[str, Any]] = [
-        {**good, name: value} for name in [*names, "stream", "suffix", "no_such_field"] for value in values
-    ]
+    bodies: list[dict[str, Any]] = [{**good, name: value} for name in names for value in values]
     bodies += [{**good, "options": {name: value}} for name in options for value in values]
     bodies += [{**good, "messages": [{"role": role, "content": value}]} for role in ("tool", "x") for value in values]
     bodies += [{**good, "messages": [{**USER, "images": [value], "tool_calls": [value]}]} for value in values]

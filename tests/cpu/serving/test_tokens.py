@@ -308,7 +308,7 @@ def test_a_suffix_follows_the_answer(marks: tuple[str, ...]) -> None:
             reader.read("a = ", None, TemplateOptions(), "b")
         return
     parts = [tokenizer(text).input_ids for text in ("a = ", "; print(a)")]
-    before, after, middle = tokenizer.convert_tokens_to_ids(list(marks))
+    before, after, middle = (tokenizer.convert_tokens_to_ids(mark) for mark in marks)
     assert reader.read("a = ", None, TemplateOptions(), "; print(a)") == [before, *parts[0], after, *parts[1], middle]
 
 

@@ -139,7 +139,8 @@ class WarmupRun:
     def time_passes(self, steps: int) -> tuple[int, float]:
         """Run passes until every request has a token, and ``steps`` steps more.
 
-        Return the number of passes in which the other rows got a token, and the seconds."""
+        Return the number of passes in which the other rows got a token, and the seconds. Raise the error at which a prompt
+        failed."""
         start = time.perf_counter()
         passes = 0
         while self._scheduler.is_prefilling:
@@ -147,4 +148,6 @@ class WarmupRun:
             passes += self._scheduler.decoder.mixes
         for _ in range(steps):
             self._scheduler.step()
+        if self._scheduler.failed:
+            raise self._scheduler.failed[0][1]
         return passes + steps, time.perf_counter() - start
