@@ -28,7 +28,7 @@ from upshift.planning.program import OWN, check_program, read_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import simplest_first, why_simplest
+from upshift.planning.search.simplicity import MECHANISM_ERROR, simplest_first, why_simplest
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     automatic_weight_places,
@@ -86,7 +86,7 @@ class Planning:
     @property
     def preference(self) -> str | None:
         """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
-        return why_simplest(self.ranking.candidates)
+        return why_simplest(self.ranking.candidates, error=MECHANISM_ERROR)
 
     @property
     def shadow_price(self) -> str | None:
@@ -271,7 +271,7 @@ def calibrate_and_filter(
     """
     calibrated = calibration.rerank(ranking, host, workload)
     job_memory = JobMemory(host, profile, workload)
-    return simplest_first(job_memory.drop_unfitting(calibrated, num_plans=num_plans), fits=job_memory.fits)
+    return simplest_first(job_memory.drop_unfitting(calibrated, num_plans=num_plans), host, job_memory.fits)
 
 
 def _search(
