@@ -91,7 +91,9 @@ def _difference(config: PretrainedConfig, model_class: type[PreTrainedModel], ke
     return float((packed - alone).norm() / alone.norm())
 
 
-def _gradient(model: PreTrainedModel, batches: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]) -> torch.Tensor:
+def _gradient(
+    model: PreTrainedModel, batches: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+) -> torch.Tensor:
     """Of the mean loss of all labels, over all weights."""
     counts = [int((labels[:, 1:] != -100).sum()) for _, labels, _ in batches]
     model.zero_grad()

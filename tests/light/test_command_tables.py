@@ -111,7 +111,9 @@ def test_races(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trials_and_results() -> None:
     planning = made_up_planning(on="8xa100-40gb", global_batch=32)
     step = Spread(p20=123_456.0, p50=123_456.0, p80=123_456.0)
-    numbers = Numbers(step_ms=step, tokens_per_second=9_876_543.0, peak_gib=1234.5, resident_gib=1234.5, evaluation_loss=12.3456)
+    numbers = Numbers(
+        step_ms=step, tokens_per_second=9_876_543.0, peak_gib=1234.5, resident_gib=1234.5, evaluation_loss=12.3456
+    )
     check(tables.prediction_table(numbers, numbers))
     check(tables.comparison_table([("plain default", numbers), ("chosen plan", numbers)]))
     failed = Tried(planning.ranking.candidates[0], wrong_loss=True)

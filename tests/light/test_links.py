@@ -90,7 +90,9 @@ def test_a_slow_network_makes_each_exchange_slower_whose_ranks_are_on_several_no
     for data, layout in enumerate_layouts(host, MIXTURE, WORKLOAD, ranks=ranks):
         plan = plan_of(host, layout, ranks)
         stage = stage_of(MIXTURE, plan, 0)
-        seconds = [ExchangeCost(each, MIXTURE, plan, stage, ComputeSeconds(0.0, 0.0), Memo()).seconds() for each in (slow, fast)]
+        seconds = [
+            ExchangeCost(each, MIXTURE, plan, stage, ComputeSeconds(0.0, 0.0), Memo()).seconds() for each in (slow, fast)
+        ]
         groups = groups_by_hand(layout, data)
         node_ranks = host.ranks_per_node(ranks)
         for term, kind in terms.items():

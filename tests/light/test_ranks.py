@@ -25,7 +25,9 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["abc", "", "-1", "1.0", "99999"])
 @pytest.mark.parametrize("variable", [*NUMBERS])
-def test_a_variable_that_is_no_number_of_its_kind_is_one_line(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_no_number_of_its_kind_is_one_line(
+    variable: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (NUMBERS | {variable: text}).items():
         monkeypatch.setenv(name, value)
     if text == "99999" and variable in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):

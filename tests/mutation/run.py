@@ -316,7 +316,9 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *,
     seconds = notes["seconds"]
     collected = {item.nodeid for item in items}
     calls = {
-        nodeid: {(where, name) for where, name in called} for nodeid, called in notes["calls"].items() if nodeid in collected
+        nodeid: {(where, name) for where, name in called}
+        for nodeid, called in notes["calls"].items()
+        if nodeid in collected
     }
     constants = _assigned_names(mutant)
     users = set(_users_of(constants)) if constants else {(file, mutant.function)}

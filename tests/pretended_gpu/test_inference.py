@@ -56,7 +56,9 @@ def test_races_and_replicas_answer_as_the_cpu_does(
     assert len(on_cpu) == len(PROMPTS) and on_two == on_cpu
 
 
-def test_encodings_are_those_of_the_cpu(on_gpus: Run, keep_probe: Callable[[str], None], models: Path, tmp_path: Path) -> None:
+def test_encodings_are_those_of_the_cpu(
+    on_gpus: Run, keep_probe: Callable[[str], None], models: Path, tmp_path: Path
+) -> None:
     command = ("-m", "upshift", "encode", str(models / "encoder"), "--input", str(models / "prompts.txt"), "--output")
     keep_probe("2xh100")
     for name, options, variables in (("cpu.npy", ALONE, ON_CPU), ("two.npy", (*TWO, *ALONE), {})):

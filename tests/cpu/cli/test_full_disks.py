@@ -88,10 +88,7 @@ def test_a_command_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_process_of_a_job_says_it_in_words(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     job = a_job(home, tmp_path / "run")
     with job_folder(job, prepared("llama")) as folder:

@@ -107,10 +107,7 @@ def test_an_error_leaves_no_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_second_run_does_not_touch_the_first(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,
-    started: list[subprocess.Popen[str]],  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, started: list[subprocess.Popen[str]]  # noqa: F811
 ) -> None:
     output = tmp_path / "run"
     job = a_job(home, output, max_steps=400, save_steps=400)
@@ -127,10 +124,7 @@ def test_a_second_run_does_not_touch_the_first(
 
 
 def test_after_a_kill_the_next_run_goes_on_at_once(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,
-    started: list[subprocess.Popen[str]],  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, started: list[subprocess.Popen[str]]  # noqa: F811
 ) -> None:
     output = tmp_path / "run"
     job = a_job(home, output, max_steps=2000, save_steps=1, model="gpt2")

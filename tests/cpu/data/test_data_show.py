@@ -24,13 +24,7 @@ CONFIGS: dict[str, Any] = {
     "causal-lm": LlamaConfig(**BLOCK, architectures=["LlamaForCausalLM"]),
     "masked-lm": BertConfig(**BLOCK, architectures=["BertForMaskedLM"]),
     "seq2seq-lm": T5Config(
-        d_model=16,
-        num_layers=2,
-        num_heads=2,
-        d_kv=8,
-        d_ff=16,
-        vocab_size=90,
-        decoder_start_token_id=0,
+        d_model=16, num_layers=2, num_heads=2, d_kv=8, d_ff=16, vocab_size=90, decoder_start_token_id=0,
         architectures=["T5ForConditionalGeneration"],
     ),
 }

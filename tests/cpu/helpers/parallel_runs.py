@@ -269,11 +269,8 @@ def train(case: Case) -> Result:
     )  # fmt: skip
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(
-        sequences=rated(some_sequences(SEQUENCES, case.lengths), case),
-        global_batch=GLOBAL_BATCH,
-        layout=layout,
-        objective=objective,
-        seed=1,
+        sequences=rated(some_sequences(SEQUENCES, case.lengths), case), global_batch=GLOBAL_BATCH, layout=layout,
+        objective=objective, seed=1,
     )
     batches = source.batches()
     outcomes = []

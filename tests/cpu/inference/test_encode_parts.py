@@ -128,8 +128,7 @@ def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
     [
         ({"pooling_mode_weightedmean_tokens": True}, [], "weightedmean"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, [], "mean, max"),
-        ({"pooling_mode": ["mean", "lasttoken"]}, [], "mean, lasttoken"),
-        ({"pooling_mode": "weightedmean"}, [], "weightedmean"),
+        ({"pooling_mode": ["mean", "lasttoken"]}, [], "mean, lasttoken"), ({"pooling_mode": "weightedmean"}, [], "weightedmean"),
         ({"pooling_mode_mean_tokens": True}, ["LSTM"], "LSTM module"),
     ],
 )

@@ -87,11 +87,7 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
 def test_matrices_of_heads_are_no_experts(tmp_path: Path) -> None:
     """Each gate of a recurrent layer has a matrix for each head, stacked as experts are. No token chooses among them."""
     transformers.RecurrentGemmaConfig(
-        **SIZES | {"num_attention_heads": 4},
-        intermediate_size=48,
-        num_hidden_layers=3,
-        lru_width=32,
-        attention_window_size=8,
+        **SIZES | {"num_attention_heads": 4}, intermediate_size=48, num_hidden_layers=3, lru_width=32, attention_window_size=8,
         architectures=["RecurrentGemmaForCausalLM"],
     ).save_pretrained(tmp_path)
     tracer = Tracer(find_model(str(tmp_path)))

@@ -53,7 +53,9 @@ class Bag(nn.Module):
         return (self.tokens(inputs) * mask).sum(1) / mask.sum(1)  # type: ignore[no-any-return]
 
 
-def classified(labels: Sequence[int] = (0, 1, 2, 3, 4, 0), *, lengths: Sequence[int] = LENGTHS, **entries: Tensor) -> RowBatch:
+def classified(
+    labels: Sequence[int] = (0, 1, 2, 3, 4, 0), *, lengths: Sequence[int] = LENGTHS, **entries: Tensor
+) -> RowBatch:
     """Return rows with a class each."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 16, (len(lengths), max(lengths)), generator=draw)

@@ -61,7 +61,9 @@ def test_a_loss_of_the_script_is_computed_in_fp32_as_with_accelerate(tmp_path: P
     seen: dict[str, Any] = {}
 
     def methods(name: str) -> dict[str, Any]:
-        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
             labels = inputs.pop("labels")
             outputs = model(**inputs)
             scores = outputs.logits @ outputs.logits.T  # autocast would round this product

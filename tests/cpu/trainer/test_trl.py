@@ -156,7 +156,9 @@ def test_a_batch_whose_rows_are_compared_stays_whole(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["sft, completions", "kto"])
-def test_a_run_is_saved_resumed_and_loaded(case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_saved_resumed_and_loaded(
+    case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {**PLANNED, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(upshift.trl, case, model, tmp_path / "run", **options)
     whole.train()

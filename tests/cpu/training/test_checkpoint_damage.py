@@ -130,10 +130,7 @@ def interrupted(home: Path, data: TrainingData, output: Path, **options: Any) ->
 
 
 def test_a_run_goes_on_from_the_whole_one_or_is_refused(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,
-    caplog: Any,  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, caplog: Any  # noqa: F811
 ) -> None:
     data = prepared("gpt2")
     straight = run_job(a_job(home, tmp_path / "one", model="gpt2", max_steps=5), data)
@@ -157,10 +154,7 @@ def test_a_run_goes_on_from_the_whole_one_or_is_refused(
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "a byte at a third", "deleted"])
 def test_a_damaged_run_file_says_what_to_do(
-    damage: str,
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,  # noqa: F811
+    damage: str, home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
 ) -> None:
     job = interrupted(home, prepared("gpt2"), tmp_path / "run")
     DAMAGES[damage](tmp_path / "run" / RUN_NAME)
@@ -172,9 +166,7 @@ def test_a_damaged_run_file_says_what_to_do(
 
 
 def test_a_checkpoint_of_another_run_is_refused(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
 ) -> None:
     data = prepared("gpt2")
     job = interrupted(home, data, tmp_path / "one")
@@ -188,9 +180,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_files_of_ranks(
-    home: Path,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,  # noqa: F811
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
 ) -> None:
     """Every rank's own checksums are in the list, and hold."""
     plan = a_plan(num_processes=2, layout={"fully_shard": "weights", "shard_size": 2}, per_device_train_batch_size=2)

@@ -292,7 +292,9 @@ GATHERED = ("gradients", "weights")  # layers of a bf16 model in which LoRA is f
 
 
 @pytest.fixture(scope="module")
-def saved_adapters(home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Path:
+def saved_adapters(
+    home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts
+) -> Path:
     """The adapters that one process and two ranks save after the same two steps."""
     folder = tmp_path_factory.mktemp("saved adapters")
     fp32 = four_layers(home, folder / "fp32", torch.float32)

@@ -28,8 +28,8 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 # TensorRT-LLM's rows of 4 and 8 L40S (benchmarks/published) are met with half of the specified rate. Only a measurement tells.
 PCIE_EFFICIENCY = 0.5
 # GeForce cards copy through the host's memory: 12.9 of 31.5 GB/s each way between three 4090 (p2pBandwidthLatencyTest with P2P
-# disabled, tinygrad/open-gpu-kernel-modules#6). Eight 5090 sum at 0.44 of the specified rate, four at 0.55 (NVIDIA/nccl#1639). Two
-# cards on a desktop's board often have 8 lanes each, and half of it.
+# disabled, tinygrad/open-gpu-kernel-modules#6). Eight 5090 sum at 0.44 of the specified rate, four at 0.55 (NVIDIA/nccl#1639).
+# Two cards on a desktop's board often have 8 lanes each, and half of it.
 GEFORCE_PCIE_EFFICIENCY = 0.41
 # NCCL's own model of rings over PCIe (baseLat, hwLat and busBw of src/graph/tuning.cc, commit 01afd20a): seconds at the start,
 # seconds a step, and the part of the bandwidth that is left. LL sends a flag with each word, so it starts fast and streams
