@@ -50,6 +50,11 @@ def test_each_mechanism_adds(planning: Planning) -> None:
     assert of(PLAIN, activation_checkpointing=4) == (1, 1)
     assert of(SHARDED, activation_checkpointing=4) < of(Layout(tensor_parallel=4))  # as many, and taken up earlier
     stages = Layout(pipeline_parallel=2)
+    cards, network = describe("8x4090"), describe("8x1xh100@ib-ndr")
+    tensor = candidate_of(planning, 1.0, Layout(tensor_parallel=2)).plan
+    pipeline = candidate_of(planning, 1.0, stages).plan
+    assert complexity(tensor, NVLINK) < complexity(pipeline, NVLINK)
+    assert all(complexity(tensor, slow) > complexity(pipeline, slow) for slow in (cards, network))
     assert of(DIVIDED) <= of(stages) < of(stages.changed(pipeline_schedule="zero_bubble"))
 
 

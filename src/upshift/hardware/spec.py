@@ -144,8 +144,8 @@ class Gpu(Value):
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
     tdp_watts: Rate | None = None  # thermal design power, or the vendor's figure for the board's sustained limit
     peak: Rates | None = None
-    # NVIDIA lets the tensor cores of GeForce cards accumulate in FP32 at half their rate, and lets none of them read the memory of
-    # another over PCIe (sjeaugey in NVIDIA/nccl#1309).
+    # The tensor cores of GeForce cards accumulate in FP32 at half their rate, and no card reads another one's memory over PCIe
+    # (sjeaugey in NVIDIA/nccl#1309).
     is_geforce: bool = False
 
     def supports(self, precision: Precision) -> bool | None:
