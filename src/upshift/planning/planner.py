@@ -16,6 +16,7 @@ from upshift.hardware import describe, detect
 from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
+from upshift.models.estimation.quick import choose_profiler, length_in_config
 from upshift.models.profile import ModelProfile
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import Profiler, profile_model
@@ -373,6 +374,7 @@ def plan(
     images: int | None = None,
     risk: float | None = None,
     program: str | None = None,
+    quick: bool = False,
     **adapter: Unpack[AdapterKeywords],
 ) -> Planning:
     """Return ranked training plans for a model on a host.
@@ -383,6 +385,7 @@ def plan(
         images: in each row; None: 1 if the model is no language model by itself, such as LLaVA, and else 0.
         risk: the accepted probability of running out of memory; None: 5 % of the memory stays free.
         program: that trains, such as "torchtitan"; None: Upshift, or transformers' Trainer for rows with images.
+        quick: estimate from the sizes in the model's config, without a trace. It takes a second.
         adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
             lora_rslora, lora_dora, load_in_4bit.
     """
@@ -400,7 +403,12 @@ def plan(
     )
     source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images)
     workload = workload.changed(program=read_program(program, has_images=source.images_per_row > 0))
-    return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
+    if quick and source.images_per_row:
+        raise RequestError("quick=True does not work with images; leave it out, or plan rows of text alone with images=0")
+    if quick:
+        length_in_config(source, sequence_length)
+    profiler = choose_profiler(source, quick=quick)
+    return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None, profiler=profiler)
 
 
 def find_source(

@@ -45,11 +45,13 @@ from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.plan.quick import ESTIMATED
+from upshift.cli.train import KtoLossOption
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.hardware.catalog.lookup import ALL_NAMES, all_products
 from upshift.hardware.spec import Host
+from upshift.models.estimation.quick import choose_profiler, length_in_config
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.analysis.what_if import hint_at_allow
@@ -132,8 +134,9 @@ def command(
     global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False, set_: Set = None, allow: AllowAny = "",
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
-    images_: Images = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    images_: Images = None, objective: ObjectiveOption = None, kto_loss: KtoLossOption = "kto", risk: Risk = None,
+    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True,
+    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -161,18 +164,20 @@ def command(
     fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = data_options_of(locals())
     _check_options(risk, data, options, largest, html)
+    _check_kto_loss(kto_loss, options)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
     has_images = _has_images(source.images_per_row, {"--data": data, "--objective": objective, "--quick": is_quick or None})
     _check_takes_pairs(source, options)
-    length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
+    length = length_in_config(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
+        has_kl_pass=kto_loss == "kto",
         lengths=_read_lengths(model, data, length, options), program=read_program(program, has_images=has_images),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
-    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
+    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, choose_profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
     host = request.host()
@@ -215,6 +220,11 @@ def _check_options(risk: float | None, data: str | None, options: DataOptions, l
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
+
+
+def _check_kto_loss(kto_loss: str, options: DataOptions) -> None:
+    if kto_loss != "kto" and not options.has_ratings:
+        raise RequestError(f"--kto-loss {kto_loss} is for --objective kto; add --objective kto, or leave --kto-loss out")
 
 
 def _has_images(number: int, others: Mapping[str, object]) -> bool:

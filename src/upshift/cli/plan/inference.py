@@ -15,10 +15,11 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
-from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
+from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, print_uncounted, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
+from upshift.models.estimation.quick import choose_profiler, length_in_config
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
@@ -57,7 +58,7 @@ def fill_lengths(
     source = find_model(model)
     prompt, output, concurrency = generation
     if quick:
-        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_of(source, sequence_length)
+        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_in_config(source, sequence_length)
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
     options = ("--prompt-length", "--output-length")
@@ -111,7 +112,7 @@ def run(
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
-        profile_by = profiler(source, quick=is_quick)
+        profile_by = choose_profiler(source, quick=is_quick)
         as_stored = fix_stored_weights(source.config, host, workload, fixed)
         workload, fixed = as_stored or (workload, fixed)
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)
