@@ -51,7 +51,6 @@ from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.hardware.catalog.lookup import ALL_NAMES, all_products
 from upshift.hardware.spec import Host
-from upshift.models.estimation.quick import choose_profiler, length_in_config
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.analysis.what_if import hint_at_allow
@@ -59,7 +58,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
+from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, choose_profiler, find_source, length_in_config
 from upshift.planning.program import OWN, read_program
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
@@ -135,20 +134,19 @@ def command(
     data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
     split: SplitOption = None, long_rows: LongRowsOption = None, chat_template: ChatTemplateOption = None,
     images_: Images = None, objective: ObjectiveOption = None, kto_loss: KtoLossOption = "kto", risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True,
-    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
-    prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
-    max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
-    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
-    price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
-    lock: questions.Lock = None, check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
+    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
+    encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
+    concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,
+    max_tpot_ms: MaxTpot = None, why: questions.Why = None, shadow_prices: questions.ShadowPrices = False,
+    largest: questions.LargestOption = None, compare: questions.Compare = None, price: questions.Price = None,
+    tokens: questions.Tokens = None, deadline: questions.Deadline = None, lock: questions.Lock = None,
+    check: questions.CheckFile = None, from_: exchange.From = None, write: exchange.Write = None,
     program: exchange.Program = None, rows: Rows = None, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     quick.check_options(context, quick=is_quick)
     if generate or encode:
-        generation = (prompt_length, output_length, concurrency)
-        limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
+        generation, limits = (prompt_length, output_length, concurrency), (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
         target = exchange.write_target(write, serves=True)
@@ -160,11 +158,9 @@ def command(
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train", largest=largest)
     asked.check(on)
-    target = exchange.write_target(write)
-    fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
+    target, fixed = exchange.write_target(write), exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = data_options_of(locals())
-    _check_options(risk, data, options, largest, html)
-    _check_kto_loss(kto_loss, options)
+    _check_options(risk, data, options, largest, html, kto_loss)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
     has_images = _has_images(source.images_per_row, {"--data": data, "--objective": objective, "--quick": is_quick or None})
@@ -173,8 +169,8 @@ def command(
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
-        has_kl_pass=kto_loss == "kto",
-        lengths=_read_lengths(model, data, length, options), program=read_program(program, has_images=has_images),
+        has_kl_pass=kto_loss == "kto", program=read_program(program, has_images=has_images),
+        lengths=_read_lengths(model, data, length, options),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at, choose_profiler(source, quick=is_quick))
@@ -210,7 +206,9 @@ def _check_page(html: Path | None) -> None:
         check_page_path(html)
 
 
-def _check_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None, html: Path | None) -> None:
+def _check_options(
+    risk: float | None, data: str | None, options: DataOptions, largest: str | None, html: Path | None, kto_loss: str
+) -> None:
     """Raise RequestError for options that exclude each other, and for a page that cannot be written."""
     _check_page(html)
     if options.has_pairs and largest is not None:
@@ -220,9 +218,6 @@ def _check_options(risk: float | None, data: str | None, options: DataOptions, l
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
-
-
-def _check_kto_loss(kto_loss: str, options: DataOptions) -> None:
     if kto_loss != "kto" and not options.has_ratings:
         raise RequestError(f"--kto-loss {kto_loss} is for --objective kto; add --objective kto, or leave --kto-loss out")
 

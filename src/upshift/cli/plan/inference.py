@@ -19,14 +19,13 @@ from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, print_uncounted, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.models.estimation.quick import choose_profiler, length_in_config
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferencePlan, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
-from upshift.planning.planner import find_host
+from upshift.planning.planner import choose_profiler, find_host, length_in_config
 from upshift.planning.programs import tensorrt_llm
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
