@@ -355,17 +355,28 @@ def summary(scored: list[Scored]) -> str:
     return "\n".join(sentences)
 
 
-def pair_errors(scored: list[Scored]) -> list[float]:
+def pair_errors(scored: list[Scored], *, of_mechanisms: bool = False) -> list[float]:
     """Return the errors of the ratios of two predicted speeds, as logarithms, ascending.
 
-    The rows of a pair are of one source, model, host and sequence length, and both or none of them are in fp8. The planner takes
-    plans within the largest tenth of these errors for equally fast (PAIR_ERROR of planning/search/simplicity.py).
+    The rows of a pair are of one source, model, host and sequence length, and both or none of them are in fp8. The largest tenth
+    is PAIR_ERROR of planning/search/simplicity.py. ``of_mechanisms``: count only pairs of which one row uses a kind of
+    parallelism, sharding or recomputation that the other does not. Their largest tenth is MECHANISM_ERROR: the planner takes
+    plans within it for equally fast.
     """
-    groups: dict[str, list[float]] = defaultdict(list)
+    groups: dict[str, list[Scored]] = defaultdict(list)
     for row in scored:
         if row.speed is not None:
-            groups[pair_key(row)].append(row.speed)
-    return sorted(abs(math.log(one / other)) for speeds in groups.values() for one, other in combinations(speeds, 2))
+            groups[pair_key(row)].append(row)
+    pairs = [pair for rows in groups.values() for pair in combinations(rows, 2)]
+    if of_mechanisms:
+        pairs = [(one, other) for one, other in pairs if mechanisms(one.row) != mechanisms(other.row)]
+    return sorted(abs(math.log((one.speed or 1.0) / (other.speed or 1.0))) for one, other in pairs)
+
+
+def mechanisms(row: dict[str, Any]) -> tuple[bool, ...]:
+    """Return which kinds of parallelism, sharding and recomputation a row uses."""
+    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    return (*((row[name] or 1) > 1 for name in degrees), row["fully_shard"] != "none", row["recompute"] != "none")
 
 
 def pair_key(row: Scored) -> str:
@@ -413,6 +424,8 @@ def main(arguments: list[str] | None = None) -> int:
         case.add("summary", plan={}, measured=None, details={"speed": found})
     parts = (speed_table(scored, markdown=False), memory_table(scored, markdown=False))
     print(*parts, worst_rows(scored, markdown=False, count=25), sep="\n\n")
+    if pairs := pair_errors(scored, of_mechanisms=True):
+        print(f"{CERTAIN:.0%} of {len(pairs)} pairs with other mechanisms are within {pairs[int(CERTAIN * len(pairs))]:.3f}")
     if options.write:
         left_out_rows = leave_one_out.read_rows()
         ratios = leave_one_out.left_out_ratios(left_out_rows)

@@ -42,6 +42,7 @@ SIDEWAYS = {  # the only imports within one floor
     ("internals", "versions"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("fork_server_process", "settings"): "a program's entry point leaves out what libraries say about their own parts",
+    ("planning", "loading"): "a quick plan takes the sizes of a model's tensors from the headers of its files",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("cli", "serving"): "likewise; the server is serving's",

@@ -90,9 +90,7 @@ def test_a_slow_network_makes_each_exchange_slower_whose_ranks_are_on_several_no
     for data, layout in enumerate_layouts(host, MIXTURE, WORKLOAD, ranks=ranks):
         plan = plan_of(host, layout, ranks)
         stage = stage_of(MIXTURE, plan, 0)
-        seconds = [
-            ExchangeCost(each, MIXTURE, plan, stage, ComputeSeconds(0.0, 0.0), Memo()).seconds() for each in (slow, fast)
-        ]
+        seconds = [ExchangeCost(each, MIXTURE, plan, stage, ComputeSeconds(0.0, 0.0), Memo()).seconds() for each in (slow, fast)]
         groups = groups_by_hand(layout, data)
         node_ranks = host.ranks_per_node(ranks)
         for term, kind in terms.items():
@@ -114,3 +112,13 @@ def test_a_stage_waits_for_the_hop_between_nodes_alone() -> None:
     between = hidden_bytes / (1e9 * 0.85)
     assert cost.seconds()["pipeline transfers"] == pytest.approx(2 * between, rel=0.1)
     assert host.intra_node is not None
+
+
+@pytest.mark.parametrize(
+    ("port", "gigabits"), [("ethernet-10", 10), ("ethernet-25", 25), ("2xethernet-100", 200), ("4xib-hdr", 800)]
+)
+def test_ethernet_is_the_network_of_a_machine(port: str, gigabits: float) -> None:
+    """One port, whatever its GPUs are, where none are counted: nobody has a port of 10 Gbit/s for each of eight GPUs."""
+    for machine in ("2x8xh100", "2x1xrtx-4090", "2x2xepyc-9654-768gb"):
+        link = describe(f"{machine}@{port}").inter_node
+        assert link is not None and link.bytes_per_second == pytest.approx(gigabits / 8 * 1e9)

@@ -326,7 +326,7 @@ def test_micro_batches_make_up_the_global_batch() -> None:
 
 def test_plans_that_are_far_too_big_are_counted_without_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan of the first round is a candidate, or rejected, or not looked at, whatever the memory is."""
-    monkeypatch.setattr("upshift.planning.search.search._best_layouts", lambda ranking: [])
+    monkeypatch.setattr("upshift.planning.search.search._best_layouts", lambda ranking, host: [])
     monkeypatch.setattr("upshift.planning.search.search._leanest_values", lambda *request: None)
     profile = model_of("full", "causal-lm", longest=4096)
     workload = WORKLOAD.changed(sequence_length=4096, global_batch=8)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import upshift
 from upshift.cli.main import app
 from upshift.errors import RequestError
 
@@ -50,6 +51,18 @@ def test_a_plan_needs_the_config_and_the_header_alone(tmp_path: Path, capsys: py
     low, high = found["plans"][0]["predicted"]["interval"]
     assert low < 0.7 and high > 1.45  # those of a trace
     assert not {"torch", "transformers"} & ({*sys.modules} - before)
+
+
+def test_python_plans_as_quickly_as_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path)
+    found = plan(model, "--on", "h100", "--sequence-length", "1024", "--global-batch", "16", capsys=capsys)
+    asked: dict[str, Any] = {"sequence_length": 1024, "global_batch": 16, "on": "h100", "quick": True}
+    document = upshift.plan(model, **asked).document(num_plans=len(found["plans"]))
+    assert json.loads(json.dumps(document))["plans"] == found["plans"]
+    with pytest.raises(RequestError, match="4096 positions in the config"):
+        upshift.plan(model, **(asked | {"sequence_length": 8192}))
+    with pytest.raises(RequestError, match="quick=True does not work with images"):
+        upshift.plan(model, **asked, images=2)
 
 
 def test_adapters_and_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Ranking
-from upshift.planning.search.simplicity import complexity, simplest_first, why_simplest
+from upshift.planning.search.simplicity import MECHANISM_ERROR, complexity, simplest_first, why_simplest
 from upshift.planning.workload import Workload
 from upshift.record import Basis
 
@@ -34,33 +34,39 @@ def candidate_of(planning: Planning, speed: float, layout: Layout, **plan: Any) 
 SHARDED = Layout(fully_shard="weights", shard_size=8)
 DIVIDED = Layout(fully_shard="weights", shard_size=4, tensor_parallel=2, sequence_parallel=True)
 PLAIN = Layout()
+NVLINK = describe("8xh100")
 
 
 def first(*candidates: Candidate, **options: Any) -> Candidate:
-    return simplest_first(Ranking(candidates=list(candidates)), **options).candidates[0]
+    return simplest_first(Ranking(candidates=list(candidates)), NVLINK, **options).candidates[0]
 
 
 def test_each_mechanism_adds(planning: Planning) -> None:
     def of(layout: Layout, **plan: Any) -> tuple[int, int]:
-        return complexity(candidate_of(planning, 1.0, layout, **plan).plan)
+        return complexity(candidate_of(planning, 1.0, layout, **plan).plan, NVLINK)
 
     assert of(PLAIN) == (0, 0) < of(SHARDED) < of(DIVIDED)
     assert of(SHARDED) < of(SHARDED.changed(shard_size=4))  # replicas of shards
     assert of(PLAIN, activation_checkpointing=4) == (1, 1)
     assert of(SHARDED, activation_checkpointing=4) < of(Layout(tensor_parallel=4))  # as many, and taken up earlier
     stages = Layout(pipeline_parallel=2)
+    cards, network = describe("8x4090"), describe("8x1xh100@ib-ndr")
+    tensor = candidate_of(planning, 1.0, Layout(tensor_parallel=2)).plan
+    pipeline = candidate_of(planning, 1.0, stages).plan
+    assert complexity(tensor, NVLINK) < complexity(pipeline, NVLINK)
+    assert all(complexity(tensor, slow) > complexity(pipeline, slow) for slow in (cards, network))
     assert of(DIVIDED) <= of(stages) < of(stages.changed(pipeline_schedule="zero_bubble"))
 
 
 def test_the_simplest_wins_within_the_error_and_not_beyond_it(planning: Planning) -> None:
     fastest = candidate_of(planning, 100.0, DIVIDED)
-    near, far = candidate_of(planning, 82.0, PLAIN), candidate_of(planning, 78.0, PLAIN)
+    near, far = candidate_of(planning, 77.0, PLAIN), candidate_of(planning, 75.0, PLAIN)
     sharded = candidate_of(planning, 90.0, SHARDED)
     assert first(fastest, sharded, near) is near
     assert first(fastest, sharded, far) is sharded
     assert first(fastest, far) is fastest
     assert first(fastest, sharded, near, fits=lambda candidate: candidate is not near) is sharded
-    ranked = simplest_first(Ranking(candidates=[fastest, sharded, near])).candidates
+    ranked = simplest_first(Ranking(candidates=[fastest, sharded, near]), NVLINK).candidates
     assert ranked == [near, fastest, sharded]
 
 
@@ -73,7 +79,7 @@ def test_what_was_measured_or_rounds_otherwise_is_told_apart(planning: Planning)
 
 def test_the_answer_names_the_fastest(planning: Planning) -> None:
     fastest, near = candidate_of(planning, 100.0, SHARDED), candidate_of(planning, 90.0, PLAIN)
-    told = why_simplest([near, fastest])
+    told = why_simplest([near, fastest], error=MECHANISM_ERROR)
     assert told is not None and "+11.1%" in told and "zero3 8" in told
     assert why_simplest([fastest, near]) is None
     changed = replace(planning, ranking=replace(planning.ranking, candidates=[near, fastest]))

@@ -144,6 +144,9 @@ class Gpu(Value):
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
     tdp_watts: Rate | None = None  # thermal design power, or the vendor's figure for the board's sustained limit
     peak: Rates | None = None
+    # The tensor cores of GeForce cards accumulate in FP32 at half their rate, and no card reads another one's memory over PCIe
+    # (sjeaugey in NVIDIA/nccl#1309).
+    is_geforce: bool = False
 
     def supports(self, precision: Precision) -> bool | None:
         """Return whether the GPU has matrix instructions for this precision.
@@ -160,7 +163,9 @@ class Gpu(Value):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that identify the product: no free memory and no catalog figures. The name implies the backend."""
-        fields = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "shares_host_memory", "tdp_watts", "peak"})
+        fields = self.model_dump(
+            exclude={"backend", "table_key", "free_memory_bytes", "shares_host_memory", "tdp_watts", "peak", "is_geforce"}
+        )
         return fields | {"memory_bytes": _coarse(self.memory_bytes)}
 
 

@@ -16,7 +16,11 @@ from upshift.hardware import describe, detect
 from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
-from upshift.models.profile import ModelProfile
+from upshift.loading.files.safetensors_header import read_header
+from upshift.models.estimation.estimate import estimate_profile
+from upshift.models.estimation.sizes import positions_in_config
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.sequence_length import default_length
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
@@ -28,7 +32,7 @@ from upshift.planning.program import OWN, check_program, read_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import simplest_first, why_simplest
+from upshift.planning.search.simplicity import MECHANISM_ERROR, simplest_first, why_simplest
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     automatic_weight_places,
@@ -86,7 +90,7 @@ class Planning:
     @property
     def preference(self) -> str | None:
         """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
-        return why_simplest(self.ranking.candidates)
+        return why_simplest(self.ranking.candidates, error=MECHANISM_ERROR)
 
     @property
     def shadow_price(self) -> str | None:
@@ -271,7 +275,7 @@ def calibrate_and_filter(
     """
     calibrated = calibration.rerank(ranking, host, workload)
     job_memory = JobMemory(host, profile, workload)
-    return simplest_first(job_memory.drop_unfitting(calibrated, num_plans=num_plans), fits=job_memory.fits)
+    return simplest_first(job_memory.drop_unfitting(calibrated, num_plans=num_plans), host, job_memory.fits)
 
 
 def _search(
@@ -373,6 +377,7 @@ def plan(
     images: int | None = None,
     risk: float | None = None,
     program: str | None = None,
+    quick: bool = False,
     **adapter: Unpack[AdapterKeywords],
 ) -> Planning:
     """Return ranked training plans for a model on a host.
@@ -383,6 +388,7 @@ def plan(
         images: in each row; None: 1 if the model is no language model by itself, such as LLaVA, and else 0.
         risk: the accepted probability of running out of memory; None: 5 % of the memory stays free.
         program: that trains, such as "torchtitan"; None: Upshift, or transformers' Trainer for rows with images.
+        quick: estimate from the sizes in the model's config, without a trace. It takes a second.
         adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
             lora_rslora, lora_dora, load_in_4bit.
     """
@@ -400,7 +406,46 @@ def plan(
     )
     source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images)
     workload = workload.changed(program=read_program(program, has_images=source.images_per_row > 0))
-    return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
+    if quick and source.images_per_row:
+        raise RequestError("quick=True does not work with images; leave it out, or plan rows of text alone with images=0")
+    if quick:
+        length_in_config(source, sequence_length)
+    profiler = choose_profiler(source, quick=quick)
+    return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None, profiler=profiler)
+
+
+def choose_profiler(source: ModelSource, *, quick: bool) -> Profiler:
+    """Return what makes the model's profile: a trace, or with ``quick`` the sizes in its config."""
+    if not quick:
+        return profile_model
+    shapes = shapes_in_files(source)
+
+    def estimate(
+        source: ModelSource,
+        *,
+        sequence_length: int,
+        variants: tuple[Variant, ...],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> ModelProfile:
+        return estimate_profile(source, sequence_length=sequence_length, shapes=shapes)
+
+    return estimate
+
+
+def shapes_in_files(source: ModelSource) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in the model's safetensors files, from their headers. Empty: there are none."""
+    if source.directory is None:
+        return {}
+    files = sorted(source.directory.glob("model*.safetensors"))
+    return {tensor.name: tensor.shape for file in files for tensor in read_header(file).tensors}
+
+
+def length_in_config(source: ModelSource, length: int | None) -> int:
+    """Return the length of sequences: the user's, or the default. Raise RequestError for more tokens than the config has."""
+    limit = positions_in_config(source)
+    if length is not None and limit is not None and length > limit:
+        raise RequestError(f"--sequence-length {length} is longer than the {limit} positions in the config; use at most {limit}")
+    return default_length(limit) if length is None else length
 
 
 def find_source(

@@ -24,7 +24,7 @@ from upshift.hardware import detect
 from upshift.planning.cost.uncertainty import GPU_STEP_INTERVALS
 from upshift.planning.inference.plan import PROGRAMS
 from upshift.planning.inference.time import StepTime
-from upshift.planning.search.simplicity import PAIR_ERROR
+from upshift.planning.search.simplicity import MECHANISM_ERROR
 from upshift.record import Record
 
 CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
@@ -194,7 +194,7 @@ def test_weak_scaling(case: Callable[[str], ModuleType], tmp_path: Path, capsys:
     devices = json.loads((tmp_path / "weak_scaling.jsonl").read_text())["details"]["devices"]
     assert list(devices) == ["8", "10,000"] and said["share"] == devices["10,000"]["chosen"] / devices["8"]["chosen"]
     fastest = [max(one["all"], one["node"], one["tensor"]) for one in devices.values()]
-    told_apart = exp(-PAIR_ERROR)  # of plans whose speeds are nearer, the simplest is chosen
+    told_apart = exp(-MECHANISM_ERROR)  # of plans whose speeds are nearer, the simplest is chosen
     assert all(one["chosen"] >= told_apart * speed for one, speed in zip(devices.values(), fastest, strict=True))
     assert "10,000" in (tmp_path / "weak_scaling.svg").read_text()
 

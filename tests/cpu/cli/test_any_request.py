@@ -25,7 +25,7 @@ from upshift.planning.analysis.what_if import explain_choice
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.constraints import conflict
 from upshift.planning.search.ranking import Candidate, limit_of
-from upshift.planning.search.simplicity import PAIR_ERROR
+from upshift.planning.search.simplicity import MECHANISM_ERROR
 from upshift.planning.workload import LengthHistogram, Workload
 
 SOURCE = ModelSource(reference="made up", directory=None, config={})
@@ -114,7 +114,7 @@ def check_planning(planning: Planning, fixed: tuple[str, ...]) -> None:
     check_candidate(planning.default, planning)
     best, *others = [candidate.tokens_per_second for candidate in planning.ranking.candidates]
     assert others == sorted(others, reverse=True)
-    assert best >= max([best, *others]) * exp(-PAIR_ERROR)  # the simplest of those that the prediction cannot tell apart
+    assert best >= max([best, *others]) * exp(-MECHANISM_ERROR)  # the simplest of those that the prediction cannot tell apart
 
 
 def check_candidate(candidate: Candidate, planning: Planning) -> None:

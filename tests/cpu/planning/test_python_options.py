@@ -28,7 +28,7 @@ COMMANDS = {
 }
 # The parameter's name, where it is another one than the option's.
 RENAMED = {
-    "plan": {"images_": "images", "set_": "fixed", "steps": "total_steps"},
+    "plan": {"images_": "images", "set_": "fixed", "steps": "total_steps", "is_quick": "quick"},
     "train": {"set_": "fixed", "plan": "plan_file"},
     "tune": {"set_": "fixed", "study": "study_name"},
     "bench compare": {"timeout": "timeout_seconds"},
@@ -46,10 +46,9 @@ NO_PARAMETER: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "it returns a value, and neither reads nor writes files": ("as_json", "html", "write", "from_"),
         "upshift.train plans for its data": (
-            "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective",
+            "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "kto_loss",
         ),
         "it is the default": ("train",),
-        "a trace serves a program that goes on": ("is_quick",),
     },
     "train": {
         "fixed takes the fields of the layout": LAYOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.cli import run_display, tables
 from upshift.cli.data import app
+from upshift.cli.main import app as upshift_app
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.source import AdapterOptions, find_model
@@ -394,6 +396,19 @@ def test_the_user_is_told_what_was_understood(home: Path, tmp_path: Path, monkey
     assert any("all 8 completions to train on are good; without bad ones" in line for line in told)
     with pytest.raises(RequestError, match="--objective kto"):
         prepared(home, rated_rows(4), tmp_path, objective=None)
+
+
+def test_a_plan_has_the_pass_of_the_kl_term_alone_where_the_loss_has_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = []
+    for loss in ("kto", "apo_zero_unpaired"):
+        options = ["--objective", "kto", "--kto-loss", loss, "--on", "h100", "--sequence-length", "64", "--json"]
+        upshift_app(["plan", str(home / "model"), *options], standalone_mode=False)
+        found = json.loads(capsys.readouterr().out)
+        assert found["workload"]["has_kl_pass"] == (loss == "kto")
+        seconds.append(found["plans"][0]["predicted"]["step_ms"]["p50"])
+    assert seconds[0] > 1.2 * seconds[1]
+    with pytest.raises(RequestError, match="--kto-loss apo_zero_unpaired is for --objective kto"):
+        upshift_app(["plan", str(home / "model"), "--kto-loss", "apo_zero_unpaired"], standalone_mode=False)
 
 
 def test_both_sequences_are_shown_and_only_one_is_counted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from upshift.cli.plan import exchange, questions, quick, ranking
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan.questions import refuse_unused
 from upshift.cli.plan.quick import ESTIMATED
+from upshift.cli.train import KtoLossOption
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
@@ -51,7 +52,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, find_source
+from upshift.planning.planner import MAX_SHOWN_PLANS, Planning, choose_profiler, find_source, length_in_config
 from upshift.planning.program import OWN, read_program
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
@@ -126,8 +127,8 @@ def command(
     context: typer.Context, model: Model, adapter: AdapterOptions, row_options: dict[str, Any],
     sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None, is_quick: quick.Quick = False,
     set_: Set = None, allow: AllowAny = "", data: Data = None, images_: Images = None, objective: ObjectiveOption = None,
-    risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, train: Train = True,
-    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    kto_loss: KtoLossOption = "kto", risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: PromptLength = None, output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -138,8 +139,7 @@ def command(
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     quick.check_options(context, quick=is_quick)
     if generate or encode:
-        generation = (prompt_length, output_length, concurrency)
-        limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
+        generation, limits = (prompt_length, output_length, concurrency), (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
         target = exchange.write_target(write, serves=True)
@@ -154,19 +154,20 @@ def command(
     target = exchange.write_target(write)
     fixed = exchange.fixed_by_file(from_, tuple(set_ or ()))
     options = DataOptions.from_fields({**row_options, "objective": objective})
-    _check_options(risk, data, options, largest, html)
+    _check_options(risk, data, options, largest, html, kto_loss)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
     has_images = _has_images(source.images_per_row, {"--data": data, "--objective": objective, "--quick": is_quick or None})
     _check_takes_pairs(source, options)
-    length = quick.length_of(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
+    length = length_in_config(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps, risk=risk,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, has_ratings=options.has_ratings,
-        lengths=_read_lengths(source, data, length, options), program=read_program(program, has_images=has_images),
+        has_kl_pass=kto_loss == "kto", lengths=_read_lengths(source, data, length, options),
+        program=read_program(program, has_images=has_images),
     )  # fmt: skip
     lengths_at = None if data is None or options.has_pairs else _lengths_at(source, data, options)
-    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, quick.profiler(source, quick=is_quick))
+    request = questions.Request(source, workload, on, fixed, as_json, lengths_at, choose_profiler(source, quick=is_quick))
     if asked.answer_instead(request):
         return
     host = request.host()
@@ -199,7 +200,9 @@ def _check_page(html: Path | None) -> None:
         check_page_path(html)
 
 
-def _check_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None, html: Path | None) -> None:
+def _check_options(
+    risk: float | None, data: str | None, options: DataOptions, largest: str | None, html: Path | None, kto_loss: str
+) -> None:
     """Raise RequestError for options that exclude each other, and for a page that cannot be written."""
     _check_page(html)
     if options.has_pairs and largest is not None:
@@ -209,6 +212,8 @@ def _check_options(risk: float | None, data: str | None, options: DataOptions, l
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
+    if kto_loss != "kto" and not options.has_ratings:
+        raise RequestError(f"--kto-loss {kto_loss} is for --objective kto; add --objective kto, or leave --kto-loss out")
 
 
 def _has_images(number: int, others: Mapping[str, object]) -> bool:

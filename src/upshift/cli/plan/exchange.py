@@ -62,8 +62,8 @@ GPUS_OF_TRAY = 4
 WITH_TRAINING_ARGUMENTS = ("accelerate", "deepspeed")  # the Trainer has the rest of the plan
 # The options of `upshift plan` that `upshift train` has, too, with the same meaning.
 SAME_IN_TRAINING = (
-    "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "sequence_length",
-    "global_batch", "allow", "set_", "max_grad_norm", *AdapterOptions.model_fields, "nproc", "tensor_parallel",
+    "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "kto_loss",
+    "sequence_length", "global_batch", "allow", "set_", "max_grad_norm", *AdapterOptions.model_fields, "nproc", "tensor_parallel",
     "pipeline_parallel", "context_parallel", "expert_parallel", "fully_shard",
 )  # fmt: skip
 

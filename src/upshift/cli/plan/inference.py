@@ -15,7 +15,7 @@ from rich.text import Text
 from upshift.cli import tables
 from upshift.cli.options import option
 from upshift.cli.plan.columns import Row, choices_by_kind, print_rows
-from upshift.cli.plan.quick import ESTIMATED, length_of, profiler
+from upshift.cli.plan.quick import ESTIMATED
 from upshift.cli.plan.ranking import SAME, plans_title, print_rejected, print_uncounted, subject_line
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -25,7 +25,7 @@ from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import CHOICE_KINDS, OWN, PROGRAM_NAMES, InferencePlan, InferenceWorkload, ProgramName
 from upshift.planning.inference.planner import MAX_SHOWN_PLANS, InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow, fix_stored_weights
-from upshift.planning.planner import find_host
+from upshift.planning.planner import choose_profiler, find_host, length_in_config
 from upshift.planning.programs import tensorrt_llm
 
 Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
@@ -57,7 +57,7 @@ def fill_lengths(
     source = find_model(model)
     prompt, output, concurrency = generation
     if quick:
-        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_of(source, sequence_length)
+        return (prompt or LENGTHS[0], output or LENGTHS[1], concurrency), length_in_config(source, sequence_length)
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
     options = ("--prompt-length", "--output-length")
@@ -111,7 +111,7 @@ def run(
     with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with tables.bar("Reading the model on fake tensors") as progress:
-        profile_by = profiler(source, quick=is_quick)
+        profile_by = choose_profiler(source, quick=is_quick)
         as_stored = fix_stored_weights(source.config, host, workload, fixed)
         workload, fixed = as_stored or (workload, fixed)
         planning = plan_inference(source, host, workload, fixed=fixed, progress=progress, profiler=profile_by)

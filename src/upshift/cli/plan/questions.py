@@ -57,7 +57,7 @@ Instead = Literal["--largest", "--compare", "--check"]  # questions whose answer
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
     "train", "objective", "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "risk",
-    "max_grad_norm", "steps", "images_",
+    "max_grad_norm", "steps", "images_", "kto_loss",
     *AdapterOptions.model_fields,
     "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html", "from_",
 )  # fmt: skip
@@ -73,7 +73,7 @@ FOUND: dict[str | None, tuple[str, ...]] = {  # what --largest finds itself
 # The lock has these: --check asks whether the same job still fits.
 OF_THE_LOCK = (
     "data", "text_column", "data_format", "loss_on", "chat_template", "split", "long_rows", "objective", "risk",
-    "max_grad_norm", "steps", "images_", "set_", "allow", "lock", "from_", "program", *OF_SEQUENCES, *LAYOUT_FLAGS,
+    "max_grad_norm", "steps", "images_", "kto_loss", "set_", "allow", "lock", "from_", "program", *OF_SEQUENCES, *LAYOUT_FLAGS,
 )  # fmt: skip
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),

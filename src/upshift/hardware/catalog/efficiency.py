@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
 from upshift.hardware.spec import Collective, Link
 from upshift.units import GIGA
 
@@ -21,7 +22,9 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
 }
 # For GPUs that are in none of these tables, of products above 1e12 FLOP, as training has them. SemiAnalysis, "MI300X vs H100 vs
 # H200 Benchmark Part 1: Training" (2024): 620 of 1,307 TFLOP/s in bf16.
-LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47}
+# GeForce cards, whose tensor cores run at half their rate, reach nearly all of it: a 3090 Ti 81 of 80 TFLOP/s in fp16
+# (mli/transformers-benchmarks, README), a 4090 159 to 167 of 165 (its issue 4).
+LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47} | {key: 0.95 for key, facts in NVIDIA_GPUS.items() if facts.gpu.is_geforce}
 # Attention of training: its kernels, and the share of the 16-bit peak that forward and backward pass reach together, by the major
 # number of the compute capability. For causal attention of long texts with heads of 128 elements, counted as half of all scores.
 # The backward pass has 2.5 times the work. FlashAttention 1 and 2 on an A100: Dao 2023 (arXiv 2307.08691): forward 30 to 50 % and

@@ -51,7 +51,8 @@ class PortFacts(Value):
     name: str
     bytes_per_second: Rate
     source: str
-    per_node: Count | None = None  # ports of a node; None: as many as the node has accelerators
+    # Ports of a node, where the user counts none; None: as many as the node has accelerators. Above 1 no user may count them.
+    per_node: Count | None = None
 
 
 def _port(name: str, gigabits: float, source: str, *, per_node: int | None = None) -> PortFacts:
@@ -64,7 +65,8 @@ PORTS: dict[str, PortFacts] = {
     "ib-ndr": _port("InfiniBand NDR", 400, INFINIBAND),
     "ib-xdr": _port("InfiniBand XDR", 800, INFINIBAND),
     **{f"roce-{rate}": _port(f"RoCE {rate}", rate, f"{ETHERNET}, carrying RoCE v2") for rate in (100, 200, 400)},
-    **{f"ethernet-{rate}": _port(f"Ethernet {rate}", rate, ETHERNET) for rate in (10, 25, 100, 200, 400)},
+    # A machine's network, and not the rails of its GPUs: RoCE is named for those.
+    **{f"ethernet-{rate}": _port(f"Ethernet {rate}", rate, ETHERNET, per_node=1) for rate in (10, 25, 100, 200, 400)},
     "opa-100": _port("Omni-Path 100", 100, "Intel Omni-Path Architecture, 100 series"),
     "efa-p4d": _port("EFA", 100, "AWS EC2 P4d instance page: 400 Gb/s a node", per_node=4),
     "efa-p5": _port("EFA", 100, "AWS EC2 P5 instance page: 3200 Gb/s a node", per_node=32),
@@ -90,7 +92,7 @@ def stated_connection(port: str, *, per_node: int) -> Connection:
     facts = PORTS[name]
     if count is not None and int(count) == 0:
         raise RequestError(f"link {port!r} counts 0 ports; use 1 or more, such as 4x{name}")
-    if count is not None and facts.per_node is not None:
+    if count is not None and (facts.per_node or 1) > 1:
         raise RequestError(f"link {port!r} counts ports, but {name} is the network of a whole node; write @{name}")
     num_ports = int(count) if count else facts.per_node or per_node
     return Connection(_bundle(facts, num_ports), f"described; {facts.source}")

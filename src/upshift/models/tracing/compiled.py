@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from upshift.importing import importing
 from upshift.internals.torch_names import (
     DECOMPOSITIONS,
     JOINT_GRAPH,
@@ -33,7 +34,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def load_partition() -> None:
     """Load Inductor's passes once, so that forked copies of this process do not each load them."""
-    LOAD_PASSES.get()()
+    with importing():
+        LOAD_PASSES.get()()
 
 
 def compiled_saved_bytes(layer: nn.Module, call: Call, sizes: PrimeSizes, *, autocast: bool) -> Polynomial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from upshift.importing import importing
+from upshift.importing import collecting_rarely, importing
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_cache import SegmentStore, key_of, load_or_compute, versions_of
 from upshift.models.source import ModelSource
@@ -43,16 +43,17 @@ def profile_model(
             from upshift.models.tracing.trace import trace_model
 
         store = SegmentStore.for_source(source, sequence_length)
-        return trace_model(
-            source,
-            key=key_of(*identity),
-            versions=versions,
-            sequence_length=sequence_length,
-            variants=variants,
-            store=store,
-            progress=progress,
-            chunked=chunked,
-        )
+        with collecting_rarely():
+            return trace_model(
+                source,
+                key=key_of(*identity),
+                versions=versions,
+                sequence_length=sequence_length,
+                variants=variants,
+                store=store,
+                progress=progress,
+                chunked=chunked,
+            )
 
     def is_final(profile: ModelProfile) -> bool:
         return not profile.isolation.short_of_memory

@@ -27,6 +27,10 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 # Without NVLink hosts differ: one with L40S reached 2 of 32 GB/s over 8 GPUs, through the host's memory (COSTS.md D5), while
 # TensorRT-LLM's rows of 4 and 8 L40S (benchmarks/published) are met with half of the specified rate. Only a measurement tells.
 PCIE_EFFICIENCY = 0.5
+# GeForce cards copy through the host's memory: 12.9 of 31.5 GB/s each way between three 4090 (p2pBandwidthLatencyTest with P2P
+# disabled, tinygrad/open-gpu-kernel-modules#6). Eight 5090 sum at 0.44 of the specified rate, four at 0.55 (NVIDIA/nccl#1639).
+# Two cards on a desktop's board often have 8 lanes each, and half of it.
+GEFORCE_PCIE_EFFICIENCY = 0.41
 # NCCL's own model of rings over PCIe (baseLat, hwLat and busBw of src/graph/tuning.cc, commit 01afd20a): seconds at the start,
 # seconds a step, and the part of the bandwidth that is left. LL sends a flag with each word, so it starts fast and streams
 # slowly. NCCL takes the protocol that is faster for the size.
@@ -185,7 +189,7 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
     if rate is None:
         return None
     stream = num_bytes * _ring_volume(operation, ranks) / rate
-    if host.intra_node is not None and "PCIe" in host.intra_node.name:
+    if _is_pcie(host.intra_node):
         return _pcie_seconds(operation, stream, ranks)
     return NODE_LATENCY["other"] + stream
 
@@ -226,7 +230,19 @@ def _node_rate(host: Host) -> float | None:
         return None
     if link.measured:
         return link.bytes_per_second
-    return link.bytes_per_second * (PCIE_EFFICIENCY if "PCIe" in link.name else NODE_EFFICIENCY)
+    if not _is_pcie(link):
+        return link.bytes_per_second * NODE_EFFICIENCY
+    is_geforce = host.gpu is not None and host.gpu.is_geforce
+    return link.bytes_per_second * (GEFORCE_PCIE_EFFICIENCY if is_geforce else PCIE_EFFICIENCY)
+
+
+def _is_pcie(link: Link | None) -> bool:
+    return link is not None and "PCIe" in link.name
+
+
+def has_slow_link(host: Host, ranks: int) -> bool:
+    """Return whether this many ranks in a row exchange over PCIe or between nodes. Ranks on CPUs have no faster link."""
+    return host.device != "cpu" and ranks > 1 and (ranks > host.gpus_per_node or _is_pcie(host.intra_node))
 
 
 def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:

@@ -23,6 +23,7 @@ from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
 from upshift.planning.analysis.rejections import Lesson, lessons_of
 from upshift.planning.cost.communication import link_advice
+from upshift.planning.cost.network import has_slow_link
 from upshift.planning.cost.rates import NO_RATE_ADVICE
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
@@ -117,7 +118,7 @@ def rank_plans(host: Host, profile: ModelProfile, workload: InferenceWorkload, *
             if workload.task == "encode":
                 break  # a batch is one step, whatever the chunks
     ranking.candidates.sort(key=_sort_key)
-    ranking.candidates = _simplest_first(ranking.candidates)
+    ranking.candidates = _simplest_first(ranking.candidates, host)
     ranking.too_big.sort(key=lambda candidate: (candidate.resident, *_sort_key(candidate)))
     ranking.too_slow.sort(key=lambda candidate: (_latency_excess(candidate, workload), *_sort_key(candidate)))
     return ranking
@@ -202,7 +203,7 @@ def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
 
 
-def _simplest_first(candidates: list[Candidate]) -> list[Candidate]:
+def _simplest_first(candidates: list[Candidate], host: Host) -> list[Candidate]:
     """Return the candidates with the simplest first among those that cannot be told from the fastest."""
     if not candidates:
         return candidates
@@ -212,7 +213,7 @@ def _simplest_first(candidates: list[Candidate]) -> list[Candidate]:
         plan = candidate.plan
         return (plan.weights, plan.kv_cache, plan.execution) == (fastest.weights, fastest.kv_cache, fastest.execution)
 
-    return _soonest_first(move_simplest(candidates, _complexity, can_replace))
+    return _soonest_first(move_simplest(candidates, partial(_complexity, host=host), can_replace))
 
 
 SAME_THROUGHPUT = 0.98  # of the first plan's: a plan as good, whose answers decide
@@ -238,12 +239,14 @@ def only_requests_differ(one: Candidate, other: Candidate) -> bool:
     return one.plan.model_dump(exclude=REQUEST_CHOICES) == other.plan.model_dump(exclude=REQUEST_CHOICES)
 
 
-def _complexity(plan: InferencePlan) -> int:
+def _complexity(plan: InferencePlan, host: Host) -> int:
     """Return 0 for replicas alone, 1 for tensor parallelism, 2 for a pipeline and 3 for both.
 
-    It is the order of vLLM's guide: tensor parallelism inside a node, and a pipeline where the model needs more nodes.
+    It is the order of vLLM's guide: tensor parallelism inside a node, and a pipeline where the model needs more nodes. Without
+    NVLink the guide takes pipelines, so there the two count alike, and the faster one stays first.
     """
-    return (plan.tensor_parallel > 1) + 2 * (plan.pipeline_parallel > 1)
+    tensor = 2 if has_slow_link(host, plan.tensor_parallel) else 1
+    return tensor * (plan.tensor_parallel > 1) + 2 * (plan.pipeline_parallel > 1)
 
 
 # Devices whose matrix products were measured have the interval of the program; others have no rows, and None. It is wider for

@@ -70,7 +70,7 @@ def best_for(program: str, planning: Planning, job: Job) -> Candidate:
     if not expressible:
         raise problem
     job_memory = JobMemory(planning.host, planning.profile, planning.workload)
-    return simplest_first(replace(planning.ranking, candidates=expressible), fits=job_memory.fits).candidates[0]
+    return simplest_first(replace(planning.ranking, candidates=expressible), planning.host, job_memory.fits).candidates[0]
 
 
 def why_inexpressible(program: str, plan: Plan, job: Job) -> Inexpressible | None:

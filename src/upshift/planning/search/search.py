@@ -70,7 +70,7 @@ def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[s
             _search_layouts(PlanSpace(host, profile, workload, fixed=fixed, only=lean_values), coster, ranking)
             ranking.sort(coster)
     costed = {candidate.plan for candidate in (*ranking.candidates, *ranking.too_big)}
-    for best in _best_layouts(ranking):
+    for best in _best_layouts(ranking, host):
         for plan in _plans_around(best, coster, fixed):
             if plan not in costed:
                 ranking.add(plan, coster)
@@ -114,13 +114,13 @@ def _first_round_values(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _best_layouts(ranking: Ranking) -> list[Plan]:
+def _best_layouts(ranking: Ranking, host: Host) -> list[Plan]:
     """Return the best plan of the first round for each way to share the job, to batch it and to recompute, best first.
 
     The simplest plan that cannot be told from the fastest is among them.
     """
     plans: dict[tuple[Any, ...], Plan] = {}
-    for candidate in simplest_first(ranking).candidates or ranking.too_big:
+    for candidate in simplest_first(ranking, host).candidates or ranking.too_big:
         plan = candidate.plan
         key = (plan.num_processes, plan.layout, *(getattr(plan, name) for name in SEARCHED_TOGETHER))
         plans.setdefault(key, plan)
