@@ -8,6 +8,7 @@ for questions with answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,8 @@ from upshift.training.tasks.images.folders import has_pairs, paired_folder
 from upshift.training.tasks.images.segmentation import has_named_label_image, learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
-from upshift.training.tasks.rows import Progress, TaskData, TaskRow, first_row, has_images, read_task_rows
+from upshift.training.tasks.row_digest import digest_of
+from upshift.training.tasks.rows import Progress, TaskData, TaskRow, TaskRows, first_row, has_images, read_task_rows
 from upshift.training.tasks.speech import prepare_speech
 from upshift.training.tasks.text_classification import prepare_text_classification, text_columns
 from upshift.training.tasks.token_classification import prepare_token_classification, word_columns
@@ -210,6 +212,19 @@ def prepare_task(
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
     read_folder = paired_folder if task.kind == SEGMENTATION else None
     rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL, read_folder=read_folder)
+    prepared = _prepare_rows(source, task, rows, options, sequence_length=sequence_length, progress=progress)
+    return replace(prepared, digests=_digests_of(rows, prepared))
+
+
+def _digests_of(rows: TaskRows, prepared: TaskData) -> dict[str, str | None]:
+    labels = (sorted(rows.class_names.items()), prepared.new_head)
+    splits = {"rows": rows.training, "held_out_rows": rows.evaluation}
+    return {name: digest_of(split, labels) if split else None for name, split in splits.items()}
+
+
+def _prepare_rows(
+    source: ModelSource, task: TaskModel, rows: TaskRows, options: DataOptions, *, sequence_length: int | None, progress: Progress
+) -> TaskData:
     has_head = task.new_head_on is None
     if task.kind == "image-text-to-text":
         return prepare_chats(source, rows, options, sequence_length=sequence_length, progress=progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,7 @@ class PreparedTask:
     model: nn.Module
     arguments: Arguments
     checkpoint: str | None  # from which the run resumes
+    identity: dict[str, Any]  # what the run file has
 
 
 def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None, *, num_processes: int) -> PreparedTask:
@@ -156,13 +157,16 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         sequence_length=request.sequence_length,
         progress=(lambda done, total: None) if watcher is None else watcher.reading,
     )
+    if checkpoint is not None:
+        _check_same_rows(request, data.digests)
+    identity |= data.digests
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps)
     check_arguments(arguments, data, request, task.kind)
     model = load_task_model(source, task, data, request)
     if watcher is not None:
         _write_run_file(output, identity, finished=False)
-    return PreparedTask(settings, data, model, arguments, checkpoint)
+    return PreparedTask(settings, data, model, arguments, checkpoint, identity)
 
 
 def check_request(request: TrainRequest, kind: TaskKind) -> None:
@@ -272,8 +276,6 @@ def _identity(request: TrainRequest, source: ModelSource, kind: TaskKind) -> dic
     return {
         "adapter": request.as_adapter_options.model_dump(mode="json"),
         "model": source.model_hash,
-        "data": str(Path(request.data).resolve()),
-        "eval_data": None if request.eval_data is None else str(Path(request.eval_data).resolve()),
         "global_batch": request.global_batch,
         "sequence_length": request.sequence_length,
         "data_options": request.as_options.model_dump(mode="json") | {"objective": kind},  # given, or found in the data
@@ -310,6 +312,20 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
         if name != "adapter" and name in earlier and earlier[name] != value:
             raise another_run(output, *_named_difference(name, earlier[name], value))
     return str(checkpoint)
+
+
+def _check_same_rows(request: TrainRequest, digests: Mapping[str, str | None]) -> None:
+    """Raise RequestError if a run that resumes had other rows, or other images or sounds."""
+    earlier = json.loads((request.output / RUN_FILE).read_text(encoding="utf-8"))
+    paths = {"rows": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
+    if request.eval_data is not None:
+        paths["held_out_rows"] = f"--eval-data {request.eval_data}"
+    for name, digest in digests.items():
+        if name in earlier and earlier[name] != digest:
+            raise RequestError(
+                f"{paths[name]} has other rows, images or sounds than the run in {request.output} had ({digest}, and before "
+                f"{earlier[name]}); resume with the data of that run, or start anew in another output directory"
+            )
 
 
 def read_settings_of(request: TrainRequest, kind: TaskKind, num_processes: int) -> Settings:
@@ -424,7 +440,7 @@ def _train(
     if not leads:
         return None
     save_model(request.output, model, data.preprocessors)
-    _write_run_file(request.output, _identity(request, request.source(), task.kind), finished=True)
+    _write_run_file(request.output, prepared.identity, finished=True)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))
@@ -446,6 +462,7 @@ def _is_larger_better(metric: str, data: TaskData) -> bool:
 
 
 def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> TaskTrainer:
+    arguments["loss_is_mean_of"] = data.loss_is_mean_of
     has_labels = data.loss_is_mean_of == "labels" and task.kind != CHATS
     if has_labels:
         arguments["ignored_label"] = data.ignored_label
