@@ -23,8 +23,8 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
 from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
-from upshift.training.tasks.images.folders import has_pairs, paired_folder
-from upshift.training.tasks.images.segmentation import has_named_label_image, learns_label_images, prepare_segmentation
+from upshift.training.tasks.images.folders import has_named_label_image, has_pairs, paired_folder
+from upshift.training.tasks.images.segmentation import learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
 from upshift.training.tasks.row_digest import digest_of

@@ -1,4 +1,4 @@
-"""Make a checksum of the rows of a task's data, and of the images and sounds that they name, to find out if a run still has them."""
+"""Make a checksum of the rows of a task's data and of the files that they name, to find out if a resumed run still has them."""
 
 from __future__ import annotations
 
