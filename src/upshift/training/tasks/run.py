@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,6 +41,7 @@ from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, finished_r
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
+from upshift.training.learning_rate_finder import LAST_RATE, FoundRate, RangeTest
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, another_run
@@ -51,7 +53,7 @@ from upshift.training.tasks.metrics.trainer import (
     UnplannedTrainer,
 )
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
-from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RunEvents, measured_numbers
+from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RisingRate, RunEvents, measured_numbers
 from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
@@ -61,6 +63,9 @@ LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection", "image-segmentation")
 UNPLANNED_PRECISIONS = ("fp32", "bf16")
+WITHOUT_EVALUATION: dict[str, Any] = {
+    "load_best": False, "metric_for_best_model": LOSS, "early_stopping_patience": None, "lr_scheduler_type": "constant",
+}  # fmt: skip
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
 
@@ -71,6 +76,8 @@ class TaskWatcher:
 
     checked: Callable[[], None]
     reading: Progress
+    finding_rate: Progress
+    found_rate: Callable[[FoundRate], None]
     event: OnEvent
 
 
@@ -144,6 +151,8 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
             output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES, checkpoints=output / CHECKPOINTS
         )
     identity = _identity(request, source, task.kind)
+    if request.find_learning_rate and request.resume:
+        identity["arguments"] |= _rate_of_run(output)
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
     if watcher is not None:
         watcher.checked()
@@ -161,12 +170,56 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         _check_same_rows(request, data.digests)
     identity |= data.digests
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
-    arguments = request.arguments_for(steps)
+    arguments = request.arguments_for(steps).changed(learning_rate=identity["arguments"]["learning_rate"])
     check_arguments(arguments, data, request, task.kind)
+    if request.find_learning_rate and checkpoint is None and watcher is not None:
+        found = _find_rate(request, task, settings, data, arguments, watcher.finding_rate)
+        watcher.found_rate(found)
+        arguments = arguments.changed(learning_rate=found.learning_rate)
+        identity["arguments"]["learning_rate"] = found.learning_rate
     model = load_task_model(source, task, data, request)
     if watcher is not None:
         _write_run_file(output, identity, finished=False)
     return PreparedTask(settings, data, model, arguments, checkpoint, identity)
+
+
+def _rate_of_run(output: Path) -> dict[str, float]:
+    """Return the learning rate that was found before the first checkpoint of the run in a folder, or nothing without one."""
+    path = output / RUN_FILE
+    if newest_checkpoint(output / CHECKPOINTS) is None or not path.is_file():
+        return {}
+    return {"learning_rate": read_run_file(path)["arguments"]["learning_rate"]}
+
+
+def _find_rate(
+    request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, arguments: Arguments, on_step: Progress
+) -> FoundRate:
+    """Return a learning rate for the run: train a copy of the model for some steps, as ``find_learning_rate`` does."""
+    test = RangeTest(arguments.max_steps, on_step)
+    of_test = arguments.changed(max_steps=test.steps, learning_rate=LAST_RATE, eval_steps=0, save_steps=0, **WITHOUT_EVALUATION)
+    with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-") as folder, StopRequest() as stop:
+        elsewhere = request.changed(output=Path(folder))
+        trainer = _make_trainer(
+            elsewhere,
+            task,
+            settings,
+            data,
+            is_planned=False,
+            model=load_task_model(request.source(), task, data, request),
+            args=training_arguments(elsewhere, of_test, settings, data),
+            data_collator=data.collate,
+            metrics=None,
+            early_stopping=None,
+            train_dataset=data.training,
+            callbacks=[RisingRate(test, stop)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        try:
+            trainer.train()
+        except JobFailed:
+            if not test.has_risen:
+                raise  # the rate was not too high yet: another fault ended it
+    return test.found()
 
 
 def check_request(request: TrainRequest, kind: TaskKind) -> None:
@@ -287,6 +340,15 @@ def _write_run_file(output: Path, identity: dict[str, Any], *, finished: bool) -
     replace_text(output / RUN_FILE, json.dumps({**identity, "finished": finished}, indent=1))
 
 
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Return what the file of a run has. Raise RequestError if it cannot be read."""
+    try:
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
+    return run
+
+
 def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
     """Return the newest whole checkpoint, or None if the run ended before its first one, so that it begins again.
 
@@ -296,10 +358,7 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
     path = output / RUN_FILE
     if checkpoint is None and not path.is_file():
         return None
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
+    earlier = read_run_file(path)
     if checkpoint is None:
         if earlier.get("finished", True):
             raise finished_run(output)
@@ -316,7 +375,7 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
 
 def _check_same_rows(request: TrainRequest, digests: Mapping[str, str | None]) -> None:
     """Raise RequestError if a run that resumes had other rows, or other images or sounds."""
-    earlier = json.loads((request.output / RUN_FILE).read_text(encoding="utf-8"))
+    earlier = read_run_file(request.output / RUN_FILE)
     paths = {"rows": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
     if request.eval_data is not None:
         paths["held_out_rows"] = f"--eval-data {request.eval_data}"
@@ -461,12 +520,14 @@ def _is_larger_better(metric: str, data: TaskData) -> bool:
     return metric != LOSS and data.metrics is not None and data.metrics.larger_is_better[metric]
 
 
-def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> TaskTrainer:
+def _make_trainer(
+    request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, *, is_planned: bool = True, **arguments: Any
+) -> TaskTrainer:
     arguments["loss_is_mean_of"] = data.loss_is_mean_of
     has_labels = data.loss_is_mean_of == "labels" and task.kind != CHATS
     if has_labels:
         arguments["ignored_label"] = data.ignored_label
-    if settings.is_parallel or task.kind in UNPLANNED:
+    if settings.is_parallel or task.kind in UNPLANNED or not is_planned:
         trainer: TaskTrainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
     else:
         planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
