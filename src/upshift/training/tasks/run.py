@@ -63,9 +63,7 @@ LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection", "image-segmentation")
 UNPLANNED_PRECISIONS = ("fp32", "bf16")
-WITHOUT_EVALUATION: dict[str, Any] = {
-    "load_best": False, "metric_for_best_model": LOSS, "early_stopping_patience": None, "lr_scheduler_type": "constant",
-}  # fmt: skip
+OF_OPTIMIZER = ("weight_decay", "max_grad_norm", "seed", "adam_beta1", "adam_beta2", "adam_epsilon")
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
 
@@ -196,7 +194,13 @@ def _find_rate(
 ) -> FoundRate:
     """Return a learning rate for the run: train a copy of the model for some steps, as ``find_learning_rate`` does."""
     test = RangeTest(arguments.max_steps, on_step)
-    of_test = arguments.changed(max_steps=test.steps, learning_rate=LAST_RATE, eval_steps=0, save_steps=0, **WITHOUT_EVALUATION)
+    of_test = Arguments(
+        max_steps=test.steps,
+        learning_rate=LAST_RATE,
+        lr_scheduler_type="constant",
+        save_steps=0,
+        **{name: getattr(arguments, name) for name in OF_OPTIMIZER},
+    )
     with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-") as folder, StopRequest() as stop:
         elsewhere = request.changed(output=Path(folder))
         trainer = _make_trainer(

@@ -69,7 +69,7 @@ class TaskTrainer(Trainer):
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate as transformers does, but for the mean of the losses."""
         self._held_out_loss = self._no_held_out_loss()
-        output = super().evaluation_loop(*arguments, **named)
+        output: Any = super().evaluation_loop(*arguments, **named)
         output.metrics[f"{named.get('metric_key_prefix', 'eval')}_{LOSS}"] = self._held_out_loss.mean()
         return output
 
