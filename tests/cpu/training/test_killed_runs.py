@@ -25,7 +25,7 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import Evaluated
 from upshift.training.run import Watcher, train
-from upshift.training.tasks.row_digest import digest_of
+from upshift.training.tasks.contents import digest_of
 from upshift.training.tasks.rows import read_task_rows
 
 CHECKPOINTS = "trainer-checkpoints"
@@ -162,7 +162,7 @@ def test_a_task_may_find_its_rows_elsewhere_and_no_others(
         file = tmp_path / "moved" / "rows" / f"{split}.jsonl"
         rows = file.read_text()
         file.write_text(rows.replace("good", "bad", 1))
-        with pytest.raises(RequestError, match=f"--data {file.parent} has other rows, images or sounds than the run"):
+        with pytest.raises(RequestError, match=f"--data {file.parent} has other rows, labels, images or sounds than the run"):
             run_task(tmp_path / "moved", output, resume=True)
         file.write_text(rows)
     resumed = run_task(tmp_path / "moved", output, resume=True)

@@ -22,12 +22,12 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
+from upshift.training.tasks.contents import digest_of
 from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
 from upshift.training.tasks.images.folders import has_named_label_image, has_pairs, paired_folder
 from upshift.training.tasks.images.segmentation import learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_classification
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
-from upshift.training.tasks.row_digest import digest_of
 from upshift.training.tasks.rows import Progress, TaskData, TaskRow, TaskRows, first_row, has_images, read_task_rows
 from upshift.training.tasks.speech import prepare_speech
 from upshift.training.tasks.text_classification import prepare_text_classification, text_columns
@@ -217,9 +217,10 @@ def prepare_task(
 
 
 def _digests_of(rows: TaskRows, prepared: TaskData) -> dict[str, str | None]:
-    labels = (sorted(rows.class_names.items()), prepared.new_head)
+    class_names = sorted(rows.class_names.items())
     splits = {"rows": rows.training, "held_out_rows": rows.evaluation}
-    return {name: digest_of(split, labels) if split else None for name, split in splits.items()}
+    digests = {name: digest_of(split, class_names) if split else None for name, split in splits.items()}
+    return {**digests, "labels": None if prepared.new_head is None else ", ".join(prepared.new_head.labels)}
 
 
 def _prepare_rows(

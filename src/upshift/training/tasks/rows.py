@@ -295,7 +295,7 @@ class TaskData:
     loss_is_mean_of: Literal["labels", "rows"] = "labels"
     ignored_label: int = IGNORED  # the number that the model's loss leaves out, in place of IGNORED
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
-    digests: Mapping[str, str | None] = field(default_factory=dict)  # of the rows of both splits, by the names in the run file
+    digests: Mapping[str, str | None] = field(default_factory=dict)  # of the rows of both splits, and the labels of a new head
 
 
 class TaskDataParts(TypedDict, total=False):

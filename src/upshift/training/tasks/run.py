@@ -378,16 +378,16 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
 
 
 def _check_same_rows(request: TrainRequest, digests: Mapping[str, str | None]) -> None:
-    """Raise RequestError if a run that resumes had other rows, or other images or sounds."""
+    """Raise RequestError if a run that resumes had other rows, labels, images or sounds."""
     earlier = read_run_file(request.output / RUN_FILE)
-    paths = {"rows": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
+    paths = {"rows": f"--data {request.data}", "labels": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
     if request.eval_data is not None:
         paths["held_out_rows"] = f"--eval-data {request.eval_data}"
     for name, digest in digests.items():
         if name in earlier and earlier[name] != digest:
             raise RequestError(
-                f"{paths[name]} has other rows, images or sounds than the run in {request.output} had ({digest}, and before "
-                f"{earlier[name]}); resume with the data of that run, or start anew in another output directory"
+                f"{paths[name]} has other rows, labels, images or sounds than the run in {request.output} had ({digest}, and "
+                f"before {earlier[name]}); resume with the data of that run, or start anew in another output directory"
             )
 
 
