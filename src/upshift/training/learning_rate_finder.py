@@ -43,6 +43,37 @@ class _RangeEnded(Exception):
     """End a range test: every rate was tried, or the loss diverged."""
 
 
+class RangeTest:
+    """The rates that a range test has tried, and the loss of the step at each."""
+
+    def __init__(self, run_steps: int, on_step: Callable[[int, int], None]) -> None:
+        self.steps = num_range_steps(run_steps)
+        self._on_step = on_step
+        self._rates: list[float] = []
+        self._losses: list[float] = []
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step that is counted from 0."""
+        return float(FIRST_RATE * (LAST_RATE / FIRST_RATE) ** (step / (self.steps - 1)))
+
+    def add(self, rate: float, loss: float) -> bool:
+        """Add a step. Return whether it was the last one, because every rate was tried or the loss has diverged."""
+        self._rates.append(rate)
+        self._losses.append(loss)
+        self._on_step(len(self._losses), self.steps)
+        return len(self._losses) == self.steps or has_diverged(self._losses)
+
+    @property
+    def has_risen(self) -> bool:
+        """Return whether the loss was lowest before the last steps."""
+        return len(self._losses) > RISEN_STEPS and int(smoothed(self._losses).argmin()) < len(self._losses) - RISEN_STEPS
+
+    def found(self) -> FoundRate:
+        """Return the rate that ``pick_rate`` picks."""
+        rates, losses = self._rates, self._losses
+        return FoundRate(learning_rate=pick_rate(rates, losses), rates=tuple(rates), losses=tuple(losses))
+
+
 def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, int], None]) -> FoundRate:
     """Return a learning rate for a job. The model of the job and its output folder stay as they are.
 
@@ -53,38 +84,30 @@ def find_learning_rate(job: Job, data: TrainingData, *, on_step: Callable[[int, 
 
     Raise JobFailed if the steps fail before the loss falls at any rate.
     """
-    steps = num_range_steps(job.arguments.max_steps)
-    rates: list[float] = []
-    losses: list[float] = []
+    test = RangeTest(job.arguments.max_steps, on_step)
 
     def watch(event: Event) -> None:
-        if isinstance(event, StepDone):
-            rates.append(event.learning_rate)
-            losses.append(event.loss)
-            on_step(len(losses), steps)
-            if len(losses) == steps or has_diverged(losses):
-                raise _RangeEnded
+        if isinstance(event, StepDone) and test.add(event.learning_rate, event.loss):
+            raise _RangeEnded
 
     # A rank that was killed with the test may still write.
     with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-", ignore_cleanup_errors=True) as folder:
-        test = _range_test(job, Path(folder), steps)
-        rows = rows_of_test(data, test.arguments.max_steps * test.global_batch, seed=test.arguments.seed)
+        test_job = _range_test(job, Path(folder), test.steps)
+        rows = rows_of_test(data, test_job.arguments.max_steps * test_job.global_batch, seed=test_job.arguments.seed)
         try:
-            run_job(test, rows, on_event=watch, fresh_process=True)
+            run_job(test_job, rows, on_event=watch, fresh_process=True)
         except _RangeEnded:
             pass
         except Interrupted:
             raise Interrupted("interrupted while a learning rate was sought; nothing is saved, start again") from None
         except JobFailed:
-            if not _has_risen(losses):
+            if not test.has_risen:
                 raise  # the rate was not too high yet: another fault ended it
-    return FoundRate(learning_rate=pick_rate(rates, losses), rates=tuple(rates), losses=tuple(losses))
+    return test.found()
 
 
-def check_finder(*, is_task: bool, is_launched: bool) -> None:
+def check_finder(*, is_launched: bool) -> None:
     """Raise RequestError if learning rates cannot be tried for this run."""
-    if is_task:
-        raise RequestError("--find-learning-rate is for texts, and this run learns a task; give --learning-rate")
     if is_launched:
         raise RequestError(
             "--find-learning-rate starts its own processes, and a launcher started these; run it once without the launcher, for "
@@ -101,11 +124,6 @@ def has_diverged(losses: Sequence[float]) -> bool:
     """Return whether the last loss is far above the first one and the lowest one, which may be below 0."""
     smooth = smoothed(losses)
     return not np.isfinite(losses[-1]) or smooth[-1] > DIVERGED * max(abs(smooth[0]), abs(smooth.min()))
-
-
-def _has_risen(losses: Sequence[float]) -> bool:
-    """Return whether the loss was lowest before the last steps."""
-    return len(losses) > RISEN_STEPS and int(smoothed(losses).argmin()) < len(losses) - RISEN_STEPS
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:

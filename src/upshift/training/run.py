@@ -300,7 +300,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
             watcher = _with_trackers(request, watcher, output_lock)
         task = find_task_model(request.source(), request.data, request)
         if request.find_learning_rate:
-            check_finder(is_task=task is not None, is_launched=ranks is not None)
+            check_finder(is_launched=ranks is not None)
         if task is not None:
             return _train_task(request, task, watcher)
         request.arguments.check_metric((), "text")
@@ -323,7 +323,8 @@ def _check_output_is_no_input(request: TrainRequest) -> None:
 def _train_task(request: TrainRequest, task: TaskModel, watcher: Watcher) -> Record | None:
     from upshift.training.tasks.run import TaskWatcher, run_task  # it imports accelerate, which text does not need
 
-    return run_task(request, task, TaskWatcher(watcher.checked, watcher.tokenizing, watcher.event))
+    of_task = TaskWatcher(watcher.checked, watcher.tokenizing, watcher.finding_rate, watcher.found_rate, watcher.event)
+    return run_task(request, task, of_task)
 
 
 def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) -> Watcher:

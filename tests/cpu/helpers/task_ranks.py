@@ -21,7 +21,8 @@ def train_all(folder: Path, cases: list[list[str]], steps: int, rate: float, row
         held_out = {"eval_data": eval_data[0]} if eval_data else {"eval_size": 0}
         record = upshift.train(model, data, output=output, arguments=arguments, global_batch=rows, **held_out)
         if record is not None:
-            numbers.append([[loss for _, loss in record.details["loss_curve"]], record.details["metrics"]])
+            measured = record.details["metrics"] | {"held-out loss": record.measured.evaluation_loss} if eval_data else {}
+            numbers.append([[loss for _, loss in record.details["loss_curve"]], measured])
     if numbers:
         (folder / "numbers.json").write_text(json.dumps(numbers))
 

@@ -37,6 +37,7 @@ from transformers import (
 from upshift.errors import JobFailed, RequestError
 from upshift.training.batches.sampler import Position
 from upshift.training.checkpoint import directory as checkpoint_files
+from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.checkpoint import (
     TrainState,
     capture_rng,
@@ -47,6 +48,7 @@ from upshift.training.checkpoint.checkpoint import (
     save_checkpoint,
     save_model,
 )
+from upshift.training.prepare import no_cache
 
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=1)
 assert GPT2.resid_pdrop > 0
@@ -211,6 +213,27 @@ def test_state_of_several_ranks(tmp_path: Path) -> None:
     expected = [float(torch.rand((), generator=torch.Generator().manual_seed(rank))) for rank in range(2)]
     assert drawn[:2] == expected
     assert drawn[2] == drawn[3] not in expected
+
+
+class LateWriter(BackgroundWriter):
+    """Begins to write when the training is in a forward pass, which keeps no keys and values."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def start(self, work: Callable[[], None]) -> None:
+        with no_cache(self._model):
+            work()
+
+
+def test_a_config_written_during_a_forward_pass_keeps_the_cache(tmp_path: Path) -> None:
+    """A run that resumes loads it, and its final model would then write texts without a cache."""
+    model = gpt2()
+    assert model.config.use_cache
+    path = save(tmp_path, model, adamw(model), 1, writer=LateWriter(model))
+    assert json.loads((path / "config.json").read_text())["use_cache"]
+    assert model.config.use_cache
 
 
 def test_scaler_and_infinite_scheduler_values_come_back(tmp_path: Path) -> None:

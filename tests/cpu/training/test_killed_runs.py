@@ -21,9 +21,12 @@ import upshift
 from upshift.errors import Interrupted, RequestError
 from upshift.record import Record
 from upshift.training.checkpoint.checkpoint import check_output_directory
+from upshift.training.data.data_options import DataOptions
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import Evaluated
 from upshift.training.run import Watcher, train
+from upshift.training.tasks.contents import digest_of
+from upshift.training.tasks.rows import read_task_rows
 
 CHECKPOINTS = "trainer-checkpoints"
 WHAT_ENDS_ALIKE = ("loss_curve", "evaluations", "evaluation_metrics", "metrics", "end", "steps", "model_step")
@@ -148,6 +151,65 @@ def test_a_task_with_another_option_is_refused_by_name(
         run_task(labelled, tmp_path / "out", resume=True, **change)
 
 
+def test_a_task_may_find_its_rows_elsewhere_and_no_others(
+    labelled: Path, killed: tuple[Path, Record, bytes], tmp_path: Path
+) -> None:
+    folder, whole, _ = killed
+    shutil.copytree(labelled, tmp_path / "moved")
+    output = tmp_path / "out"
+    shutil.copytree(folder / "copies" / "between two checkpoints", output)
+    for split in ("train", "validation"):
+        file = tmp_path / "moved" / "rows" / f"{split}.jsonl"
+        rows = file.read_text()
+        file.write_text(rows.replace("good", "bad", 1))
+        with pytest.raises(RequestError, match=f"--data {file.parent} has other rows, labels, images or sounds than the run"):
+            run_task(tmp_path / "moved", output, resume=True)
+        file.write_text(rows)
+    resumed = run_task(tmp_path / "moved", output, resume=True)
+    assert resumed.details["loss_curve"] == whole.details["loss_curve"]
+
+
+def change_bytes(file: Path) -> None:
+    """Change one byte, so that the size of the file stays."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+CHANGES: dict[str, Any] = {
+    "a file has other bytes": change_bytes,
+    "a file is longer": lambda file: file.write_bytes(file.read_bytes() + b"0"),
+    "a file is gone": lambda file: file.unlink(),
+    "a file has another name": lambda file: file.rename(file.with_stem("other")),
+    "a file has another label": lambda file: file.parent.rename(file.parents[1] / "dog"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".png", ".wav"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_image_or_sound_is_found(change: str, suffix: str, tmp_path: Path) -> None:
+    """In a folder for each label, and in a table, whose rows have the same text. A copy of the folder has the same digest."""
+    for label in ("cat", "owl"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(2):
+            (tmp_path / "data" / label / f"{number}{suffix}").write_bytes(f"content of {label} {number}".encode())
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    tables = [write_jsonl(tmp_path / name / "rows.json", [{"file": {"path": f"cat/1{suffix}"}}]) for name in ("data", "copy")]
+    table, copied_table = (digests(file) for file in tables)
+    for file in tables:
+        file.unlink()
+    before = digests(tmp_path / "data")
+    assert digests(tmp_path / "copy") == before and table == copied_table
+    CHANGES[change](tmp_path / "data" / "cat" / f"1{suffix}")
+    assert digests(tmp_path / "data") != before
+    write_jsonl(tables[0], [{"file": {"path": f"cat/1{suffix}"}}])
+    assert digests(tables[0]) != table
+
+
+def digests(data: Path) -> str:
+    return digest_of(read_task_rows(str(data), DataOptions(eval_size=0)).training, None)
+
+
 LOOP_POINTS = {
     "while a checkpoint gets its name": r"rename checkpoint-2\.tmp",
     "while the run file is replaced": r"rename upshift_run\.json\.tmp",
@@ -176,6 +238,9 @@ def test_the_loop_ends_as_if_it_had_never_stopped(
 ) -> None:
     folder, job, whole = stopped_loop
     shutil.copytree(folder / "copies" / point, tmp_path / "out")
+    if point == "while the final model is written":  # and, as after a kill a moment earlier, the last checkpoint is not named yet
+        (tmp_path / "out" / "latest").replace(tmp_path / "out" / "latest.tmp")
+        (tmp_path / "out" / "latest").write_text("checkpoint-4\n")
     resumed = run_job(job.changed(output=str(tmp_path / "out"), resume=True), prepared("gpt2"))
     for name in ("loss_curve", "evaluations", "end", "steps", "model_step"):
         assert resumed.details[name] == whole.details[name], name
@@ -184,6 +249,7 @@ def test_the_loop_ends_as_if_it_had_never_stopped(
     ]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
     assert not [path for path in (tmp_path / "out").rglob("*.tmp")]
+    assert (tmp_path / "out" / "latest").read_text() == (folder / "out" / "latest").read_text()
 
 
 @pytest.fixture

@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_models import write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segmenters import make_pictures, save_segmenter, write_masks
 from test_train import GLOBAL_BATCH, LENGTH, curve, home, prepared  # noqa: F401  fixtures
+from text_models import named, save_text_model
 
+import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.record import Record
 from upshift.training.arguments import Arguments, TrainRequest
@@ -119,10 +123,47 @@ def test_what_cannot_be_found_is_refused_by_name() -> None:
             TrainRequest.of({"model": "m", "data": "d", "find_learning_rate": True}, {"learning_rate": rate})
     with pytest.raises(RequestError, match="range_test_from is not an argument of a run"):
         TrainRequest.of({"model": "m", "data": "d"}, {"range_test_from": 1e-7})
-    with pytest.raises(RequestError, match="--find-learning-rate is for texts"):
-        check_finder(is_task=True, is_launched=False)
     with pytest.raises(RequestError, match="a launcher started these; run it once without"):
-        check_finder(is_task=False, is_launched=True)
+        check_finder(is_launched=True)
+
+
+def labels_of_pixels(folder: Path) -> tuple[Path, Path]:
+    pytest.importorskip("PIL")
+    rows = write_masks(folder / "pictures", make_pictures(folder / "pictures", *[(32, 32)] * 6))
+    return save_segmenter(folder / "model", "segformer", "sky", "road", "car"), rows
+
+
+def labels_of_texts(folder: Path) -> tuple[Path, Path]:
+    model = save_text_model(folder / "model", "BertForSequenceClassification", **named("good", "bad"))
+    texts = [f"bob lives in {city} {word}" for city in ("rome", "paris") for word in ("good", "bad", "good .")]
+    return model, write_jsonl(folder / "rows.jsonl", [{"text": text, "label": text.split()[4]} for text in texts])
+
+
+@pytest.mark.parametrize("make", [labels_of_pixels, labels_of_texts])
+def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(make: Any, tmp_path: Path) -> None:
+    model, rows = make(tmp_path)
+    found: list[FoundRate] = []
+
+    def trained_task(output: str, arguments: dict[str, Any], **options: Any) -> Record:
+        watcher = Watcher(found_rate=found.append)
+        record = upshift.train(
+            str(model), str(rows), output=tmp_path / output, arguments=arguments, global_batch=2, eval_size=2, trial_seconds=0,
+            watcher=watcher, **options,
+        )  # fmt: skip
+        assert record is not None
+        return record
+
+    short = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "load_best": True}
+    record = trained_task("found", short, find_learning_rate=True)
+    (answer,) = found
+    assert record.details["arguments"]["learning_rate"] == answer.learning_rate
+    assert len(answer.rates) == len(answer.losses) <= FEWEST_STEPS and answer.rates[0] == pytest.approx(FIRST_RATE)
+    assert min(answer.losses) < answer.losses[0] == pytest.approx(curve(record)[0][1], rel=1e-5)
+    by_hand = trained_task("given", short | {"learning_rate": answer.learning_rate})
+    assert curve(record) == curve(by_hand) and record.details["evaluations"] == by_hand.details["evaluations"]
+    resumed = trained_task("found", short | {"max_steps": 5}, find_learning_rate=True, resume=True)
+    assert len(found) == 1 and curve(resumed)[:4] == curve(record)
+    assert resumed.details["arguments"]["learning_rate"] == answer.learning_rate
 
 
 def test_a_test_has_the_rows_that_it_computes(prepared: Any) -> None:

@@ -216,6 +216,29 @@ def test_a_table_beside_folders_of_images_is_read(tmp_path: Path) -> None:
     assert [row.fields["segments_info"] for row in read] == entries
 
 
+@pytest.mark.parametrize(
+    "table",
+    ["id,name\n0,sky\n1,road\n", "image,preview\nimages/0.png,images/1.png\n", "file_name,label\nimages/0.png,street\n"],
+)
+@pytest.mark.parametrize("place", ["notes.csv", "train/metadata.csv"])
+def test_a_table_without_label_images_beside_folders_is_not_read(
+    place: str, table: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = in_folders(tmp_path, make_pictures(tmp_path, *SIZES))
+    read = read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training
+    (folder / place).write_text(table)
+    assert has_pairs(folder)
+    assert read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training == read
+    assert f"{place} names no label images, and is not read" in caplog.text
+
+
+def test_a_table_of_parts_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
+    """The numbers in its label images are not those of classes."""
+    folder = in_folders(tmp_path, make_pictures(tmp_path, *SIZES))
+    (folder / "coco.json").write_text(json.dumps({"images": [{"id": 1}], "annotations": [{"image_id": 1, "segments_info": []}]}))
+    assert not has_pairs(folder)
+
+
 def test_a_folder_for_each_label_is_not_searched_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have millions of them, on a network."""
     for name in ("train/masks/cat", "train/dog"):

@@ -7,6 +7,7 @@ checks it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import mmap
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
 from upshift.errors import JobFailed, UpshiftError
@@ -149,6 +151,17 @@ def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the saved tensors of the model."""
     copies = HostCopies()
     return {name: copies.copy(tensor) for name, tensor in saved_state(model).items()}
+
+
+def with_copied_config(model: nn.Module) -> nn.Module:
+    """Return the model with a copy of its config, to be written while the training goes on. Weights and modules are the same.
+
+    Each forward pass of the training turns ``use_cache`` off in the config for a moment. An adapter's files have no config."""
+    if not isinstance(model, PreTrainedModel):
+        return model
+    written: PreTrainedModel = copy.copy(model)
+    written.config = copy.deepcopy(model.config)
+    return written
 
 
 def copy_optimizer(content: OptimizerContent) -> OptimizerContent:

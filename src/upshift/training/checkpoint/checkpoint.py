@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.loading.output_lock import LOCK_NAME
-from upshift.training.checkpoint.async_save import BackgroundWriter, copy_optimizer, copy_weights, has_room
+from upshift.training.checkpoint.async_save import BackgroundWriter, copy_optimizer, copy_weights, has_room, with_copied_config
 from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
@@ -36,6 +36,7 @@ from upshift.training.checkpoint.directory import (
     is_worthless,
     newest_checkpoint,
     remove_leftovers,
+    write_latest,
     writing,
 )
 from upshift.training.checkpoint.model import (
@@ -108,6 +109,8 @@ def _prepare_resume(path: Path, checkpoints: Path, foreign: list[Path]) -> None:
         )
     if checkpoints.is_dir():
         remove_leftovers(checkpoints)
+    if search.newest is not None and checkpoints == path:
+        write_latest(path, search.newest.name)  # a killed run may have written the checkpoint, and not yet this name
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:
@@ -191,6 +194,7 @@ def save_checkpoint(
     name = final.name
     rngs = rngs or [capture_rng(next(model.parameters()).device)]
     weights: dict[str, Tensor] | None = None
+    written = model
     content = optimizer_content(optimizer, model)
     with writing(directory, name=name, temporary=temporary):
         directory.mkdir(parents=True, exist_ok=True)
@@ -201,13 +205,14 @@ def save_checkpoint(
         in_background = writer is not None and has_room(num_bytes)
         if in_background:
             weights = copy_weights(model)
+            written = with_copied_config(model)
             content = copy_optimizer(content)
         scheduler = encode(scheduler_state)
         scaler = encode(scaler_state)
 
     def write() -> None:
         with writing(directory, name=name, temporary=temporary):
-            write_model(temporary, model, tokenizer, original_names=False, weights=weights)
+            write_model(temporary, written, tokenizer, original_names=False, weights=weights)
             saved_optimizer = write_optimizer(temporary, content)
             write_rngs(temporary, rngs)
             saved = SavedState(

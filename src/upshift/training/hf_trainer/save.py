@@ -29,7 +29,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ADAPTER_LOADED, PUSH_CHECKPOINT
-from upshift.training.checkpoint.async_save import BackgroundWriter, copy_weights, has_room
+from upshift.training.checkpoint.async_save import BackgroundWriter, copy_weights, has_room, with_copied_config
 from upshift.training.checkpoint.directory import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
@@ -239,6 +239,7 @@ class CheckpointSaving(LibraryTrainer):
             return
         model = self._upshift_plain_model()
         weights = copy_weights(model) if self._upshift_saves_full_model() else None
+        written = model if weights is None else with_copied_config(model)
         if weights is None:
             self._upshift_write_model(temporary, None, original_names=False)  # adapters are small
         optimizer = copy_optimizer(self._upshift_plain_optimizer(), model, to_host=True)
@@ -250,7 +251,7 @@ class CheckpointSaving(LibraryTrainer):
         def write() -> None:
             with writing(run_dir, name=temporary.stem, temporary=temporary):
                 if weights is not None:
-                    write_model_files(temporary, model, weights, original_names=False)
+                    write_model_files(temporary, written, weights, original_names=False)
                 write_optimizer(temporary, optimizer)
                 finish()
 

@@ -1,10 +1,14 @@
-"""Find the image or the sound that a value of a row names: a path, the bytes of a file, or a data: URL."""
+"""Find the image or the sound that a value of a row names: a path, the bytes of a file, or a data: URL.
+
+Make a checksum of rows and of the files that they name, so that a resumed run notices others.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +22,7 @@ from upshift.training.tasks.rows import TaskRow
 
 DATA_URL = "data:"
 SHOWN_CHARACTERS = 80
+FIRST_BYTES = 4096  # of a file, which are compared beside its size: a sound of equal length has an equal size
 
 
 class RowImage(NamedTuple):
@@ -117,3 +122,45 @@ def _content_of(value: Any, row: TaskRow, name: str) -> str | bytes:
             "write its path"
         )
     return str(row.folder / value.removeprefix("file://"))
+
+
+def digest_of(rows: Sequence[TaskRow], class_names: object) -> str:
+    """Return the number of rows, and a checksum of their columns, of the files that they name, and of ``class_names``.
+
+    The folder of the data does not count."""
+    checksum = zlib.crc32(repr(class_names).encode())
+    for row in rows:
+        checksum = _add(row.fields, row.folder, checksum)
+    return f"{len(rows)} rows {checksum:08x}"
+
+
+def _add(value: Any, folder: Path, checksum: int) -> int:
+    """Return the checksum with a value of a row added. Values of other types and lists of other lengths differ."""
+    value = plain(decode_json(value))
+    if isinstance(value, Mapping):
+        checksum = zlib.crc32(b"{%d" % len(value), checksum)
+        for name, member in value.items():
+            checksum = _add(member, folder, zlib.crc32(repr(name).encode(), checksum))
+        return checksum
+    if isinstance(value, list | tuple):
+        checksum = zlib.crc32(b"[%d" % len(value), checksum)
+        for member in value:
+            checksum = _add(member, folder, checksum)
+        return checksum
+    if isinstance(value, bytes):
+        return zlib.crc32(value, zlib.crc32(b"b%d" % len(value), checksum))
+    checksum = zlib.crc32(repr(value).encode(), checksum)
+    return _add_file(folder / value.removeprefix("file://"), checksum) if _names_media(value) else checksum
+
+
+def _names_media(value: Any) -> bool:
+    return isinstance(value, str) and modality_of(Path(value)) in ("image", "audio")
+
+
+def _add_file(path: Path, checksum: int) -> int:
+    """Return the checksum with a file added. One that cannot be read adds nothing: who reads it for training says why."""
+    try:
+        with path.open("rb") as file:
+            return zlib.crc32(file.read(FIRST_BYTES), zlib.crc32(b"%d" % path.stat().st_size, checksum))
+    except (OSError, ValueError):
+        return checksum

@@ -8,6 +8,7 @@ for questions with answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,12 +22,13 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.row_formats import possible_formats
 from upshift.training.tasks.chats import prepare_chats
+from upshift.training.tasks.contents import digest_of
 from upshift.training.tasks.images.detection import learns_boxes, prepare_detection
-from upshift.training.tasks.images.folders import has_pairs, paired_folder
-from upshift.training.tasks.images.segmentation import has_named_label_image, learns_label_images, prepare_segmentation
+from upshift.training.tasks.images.folders import has_named_label_image, has_pairs, paired_folder
+from upshift.training.tasks.images.segmentation import learns_label_images, prepare_segmentation
 from upshift.training.tasks.media_classification import prepare_images, prepare_sounds
 from upshift.training.tasks.question_answering import has_questions, prepare_question_answering
-from upshift.training.tasks.rows import Progress, TaskData, TaskInputs, TaskRow, first_row, has_images, read_task_rows
+from upshift.training.tasks.rows import Progress, TaskData, TaskInputs, TaskRow, TaskRows, first_row, has_images, read_task_rows
 from upshift.training.tasks.speech import prepare_speech
 from upshift.training.tasks.text_classification import prepare_text_classification, text_columns
 from upshift.training.tasks.token_classification import prepare_token_classification, word_columns
@@ -220,8 +222,7 @@ def prepare_task(
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
     read_folder = paired_folder if task.kind == SEGMENTATION else None
     rows = read_task_rows(data, options, eval_data=eval_data, are_sorted=task.kind in SORTED_BY_LABEL, read_folder=read_folder)
-    prepare = PREPARE[task.kind]
-    return prepare(
+    prepared = PREPARE[task.kind](
         TaskInputs(
             source=source,
             model_class=task.model_class,
@@ -232,6 +233,14 @@ def prepare_task(
             progress=progress,
         )
     )
+    return replace(prepared, digests=_digests_of(rows, prepared))
+
+
+def _digests_of(rows: TaskRows, prepared: TaskData) -> dict[str, str | None]:
+    class_names = sorted(rows.class_names.items())
+    splits = {"rows": rows.training, "held_out_rows": rows.evaluation}
+    digests = {name: digest_of(split, class_names) if split else None for name, split in splits.items()}
+    return {**digests, "labels": None if prepared.new_head is None else ", ".join(prepared.new_head.labels)}
 
 
 def _check_options(options: DataOptions, kind: TaskKind, sequence_length: int | None) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upshift.benchmarking.meters import resident_bytes
-from upshift.errors import JobFailed
+from upshift.errors import Interrupted, JobFailed
 from upshift.training.arguments import LOSS
+from upshift.training.learning_rate_finder import RangeTest
 from upshift.training.loop.events import Evaluated, OnEvent, StepDone
 from upshift.training.loop.signals import StopRequest
 from upshift.training.tasks.ranks import any_rank
@@ -95,6 +96,26 @@ class RunEvents(TrainerCallback):
     def _evaluated(self, step: int, metrics: Mapping[str, Any]) -> Evaluated:
         numbers = measured_numbers(metrics)
         return Evaluated(step, step * self._global_batch, numbers.pop(LOSS), unit="rows", metrics=numbers)
+
+
+class RisingRate(TrainerCallback):
+    """Sets the learning rate of each step of a range test, notes its loss, and ends the test."""
+
+    def __init__(self, test: RangeTest, stop: StopRequest) -> None:
+        self._test = test
+        self._stop = stop
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self._test.rate_at(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+        if logs is None or LOSS not in logs:
+            return
+        if self._stop.requested:
+            raise Interrupted("interrupted while a learning rate was sought; nothing is saved, start again")
+        if self._test.add(self._test.rate_at(state.global_step - 1), float(logs[LOSS])):
+            control.should_training_stop = True
 
 
 class EarlyStopping(EarlyStoppingCallback):

@@ -7,7 +7,7 @@ needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict, Unpack
 
@@ -309,6 +309,7 @@ class TaskData:
     loss_is_mean_of: Literal["labels", "rows"] = "labels"
     ignored_label: int = IGNORED  # the number that the model's loss leaves out, in place of IGNORED
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
+    digests: Mapping[str, str | None] = field(default_factory=dict)  # of the rows of both splits, and the labels of a new head
 
 
 class TaskDataParts(TypedDict, total=False):
@@ -370,4 +371,9 @@ def read_splits(rows: TaskRows, read: Callable[[TaskRow], Any | None], progress:
         say_once(f"{rows.origin}: {num_left_out} rows are left out, because nothing is learned of them")
     if not splits[0]:
         raise RequestError(f"{rows.origin} has no row of which something is learned; give at least one")
+    if rows.evaluation and not splits[1]:
+        raise RequestError(
+            f"nothing is learned of any held-out row ({rows.evaluation[0].place} is the first); give others with --eval-data, or "
+            "evaluate on none with --eval-size 0"
+        )
     return splits

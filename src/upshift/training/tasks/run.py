@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, finished_r
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
+from upshift.training.learning_rate_finder import LAST_RATE, FoundRate, RangeTest
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, another_run
@@ -51,7 +53,7 @@ from upshift.training.tasks.metrics.trainer import (
     UnplannedTrainer,
 )
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
-from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RunEvents, measured_numbers
+from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RisingRate, RunEvents, measured_numbers
 from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData
 from upshift.units import FLOP_CONVENTION
@@ -61,6 +63,7 @@ LARGEST_MICRO_BATCH = 8  # rows
 CHATS: TaskKind = "image-text-to-text"
 UNPLANNED: tuple[TaskKind, ...] = (CHATS, "object-detection", "image-segmentation")
 UNPLANNED_PRECISIONS = ("fp32", "bf16")
+OF_OPTIMIZER = ("weight_decay", "max_grad_norm", "seed", "adam_beta1", "adam_beta2", "adam_epsilon")
 LOSS_STEPS = 10  # the last steps, whose mean loss the record has
 Progress = Callable[[int, int], None]
 
@@ -71,6 +74,8 @@ class TaskWatcher:
 
     checked: Callable[[], None]
     reading: Progress
+    finding_rate: Progress
+    found_rate: Callable[[FoundRate], None]
     event: OnEvent
 
 
@@ -130,6 +135,7 @@ class PreparedTask:
     model: nn.Module
     arguments: Arguments
     checkpoint: str | None  # from which the run resumes
+    identity: dict[str, Any]  # what the run file has
 
 
 def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None, *, num_processes: int) -> PreparedTask:
@@ -143,6 +149,8 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
             output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES, checkpoints=output / CHECKPOINTS
         )
     identity = _identity(request, source, task.kind)
+    if request.find_learning_rate and request.resume:
+        identity["arguments"] |= _rate_of_run(output)
     checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
     if watcher is not None:
         watcher.checked()
@@ -156,13 +164,66 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         sequence_length=request.sequence_length,
         progress=(lambda done, total: None) if watcher is None else watcher.reading,
     )
+    if checkpoint is not None:
+        _check_same_rows(request, data.digests)
+    identity |= data.digests
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
-    arguments = request.arguments_for(steps)
+    arguments = request.arguments_for(steps).changed(learning_rate=identity["arguments"]["learning_rate"])
     check_arguments(arguments, data, request, task.kind)
+    if request.find_learning_rate and checkpoint is None and watcher is not None:
+        found = _find_rate(request, task, settings, data, arguments, watcher.finding_rate)
+        watcher.found_rate(found)
+        arguments = arguments.changed(learning_rate=found.learning_rate)
+        identity["arguments"]["learning_rate"] = found.learning_rate
     model = load_task_model(source, task, data, request)
     if watcher is not None:
         _write_run_file(output, identity, finished=False)
-    return PreparedTask(settings, data, model, arguments, checkpoint)
+    return PreparedTask(settings, data, model, arguments, checkpoint, identity)
+
+
+def _rate_of_run(output: Path) -> dict[str, float]:
+    """Return the learning rate that was found before the first checkpoint of the run in a folder, or nothing without one."""
+    path = output / RUN_FILE
+    if newest_checkpoint(output / CHECKPOINTS) is None or not path.is_file():
+        return {}
+    return {"learning_rate": read_run_file(path)["arguments"]["learning_rate"]}
+
+
+def _find_rate(
+    request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, arguments: Arguments, on_step: Progress
+) -> FoundRate:
+    """Return a learning rate for the run: train a copy of the model for some steps, as ``find_learning_rate`` does."""
+    test = RangeTest(arguments.max_steps, on_step)
+    of_test = Arguments(
+        max_steps=test.steps,
+        learning_rate=LAST_RATE,
+        lr_scheduler_type="constant",
+        save_steps=0,
+        **{name: getattr(arguments, name) for name in OF_OPTIMIZER},
+    )
+    with tempfile.TemporaryDirectory(prefix="upshift-learning-rate-") as folder, StopRequest() as stop:
+        elsewhere = request.changed(output=Path(folder))
+        trainer = _make_trainer(
+            elsewhere,
+            task,
+            settings,
+            data,
+            is_planned=False,
+            model=load_task_model(request.source(), task, data, request),
+            args=training_arguments(elsewhere, of_test, settings, data),
+            data_collator=data.collate,
+            metrics=None,
+            early_stopping=None,
+            train_dataset=data.training,
+            callbacks=[RisingRate(test, stop)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        try:
+            trainer.train()
+        except JobFailed:
+            if not test.has_risen:
+                raise  # the rate was not too high yet: another fault ended it
+    return test.found()
 
 
 def check_request(request: TrainRequest, kind: TaskKind) -> None:
@@ -272,8 +333,6 @@ def _identity(request: TrainRequest, source: ModelSource, kind: TaskKind) -> dic
     return {
         "adapter": request.as_adapter_options.model_dump(mode="json"),
         "model": source.model_hash,
-        "data": str(Path(request.data).resolve()),
-        "eval_data": None if request.eval_data is None else str(Path(request.eval_data).resolve()),
         "global_batch": request.global_batch,
         "sequence_length": request.sequence_length,
         "data_options": request.as_options.model_dump(mode="json") | {"objective": kind},  # given, or found in the data
@@ -285,6 +344,15 @@ def _write_run_file(output: Path, identity: dict[str, Any], *, finished: bool) -
     replace_text(output / RUN_FILE, json.dumps({**identity, "finished": finished}, indent=1))
 
 
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Return what the file of a run has. Raise RequestError if it cannot be read."""
+    try:
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
+    return run
+
+
 def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
     """Return the newest whole checkpoint, or None if the run ended before its first one, so that it begins again.
 
@@ -294,10 +362,7 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
     path = output / RUN_FILE
     if checkpoint is None and not path.is_file():
         return None
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
+    earlier = read_run_file(path)
     if checkpoint is None:
         if earlier.get("finished", True):
             raise finished_run(output)
@@ -310,6 +375,20 @@ def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
         if name != "adapter" and name in earlier and earlier[name] != value:
             raise another_run(output, *_named_difference(name, earlier[name], value))
     return str(checkpoint)
+
+
+def _check_same_rows(request: TrainRequest, digests: Mapping[str, str | None]) -> None:
+    """Raise RequestError if a run that resumes had other rows, labels, images or sounds."""
+    earlier = read_run_file(request.output / RUN_FILE)
+    paths = {"rows": f"--data {request.data}", "labels": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
+    if request.eval_data is not None:
+        paths["held_out_rows"] = f"--eval-data {request.eval_data}"
+    for name, digest in digests.items():
+        if name in earlier and earlier[name] != digest:
+            raise RequestError(
+                f"{paths[name]} has other rows, labels, images or sounds than the run in {request.output} had ({digest}, and "
+                f"before {earlier[name]}); resume with the data of that run, or start anew in another output directory"
+            )
 
 
 def read_settings_of(request: TrainRequest, kind: TaskKind, num_processes: int) -> Settings:
@@ -424,7 +503,7 @@ def _train(
     if not leads:
         return None
     save_model(request.output, model, data.preprocessors)
-    _write_run_file(request.output, _identity(request, request.source(), task.kind), finished=True)
+    _write_run_file(request.output, prepared.identity, finished=True)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))
@@ -445,11 +524,14 @@ def _is_larger_better(metric: str, data: TaskData) -> bool:
     return metric != LOSS and data.metrics is not None and data.metrics.larger_is_better[metric]
 
 
-def _make_trainer(request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, **arguments: Any) -> TaskTrainer:
+def _make_trainer(
+    request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, *, is_planned: bool = True, **arguments: Any
+) -> TaskTrainer:
+    arguments["loss_is_mean_of"] = data.loss_is_mean_of
     has_labels = data.loss_is_mean_of == "labels" and task.kind != CHATS
     if has_labels:
         arguments["ignored_label"] = data.ignored_label
-    if settings.is_parallel or task.kind in UNPLANNED:
+    if settings.is_parallel or task.kind in UNPLANNED or not is_planned:
         trainer: TaskTrainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
     else:
         planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}

@@ -9,12 +9,27 @@ from pathlib import Path
 
 from upshift.errors import RequestError
 from upshift.loading.media_files import modality_of
-from upshift.training.data.data_files import EVALUATION_SPLIT, find_split, first_names, split_files
+from upshift.training.data.corpus import rows_of_files
+from upshift.training.data.data_files import EVALUATION_SPLIT, file_kind, find_split, first_names, say_once, split_files
 from upshift.training.data.rows.row_slice import pick_split
+from upshift.training.tasks.contents import names_image
+from upshift.training.tasks.images.label_images import SEGMENTS
 from upshift.training.tasks.rows import FolderRows, TaskRow, holds_table, is_hidden
 
 IMAGE_FOLDERS = ("images", "image", "JPEGImages")
 LABEL_FOLDERS = ("masks", "mask", "annotations", "labels", "SegmentationClass")
+IMAGES = ("image", "pixel_values", "file_name")
+LABEL_COLUMNS = (
+    "mask",
+    "annotation",
+    "label",
+    "labels",
+    "label_image",
+    "segmentation_map",
+    "segmentation",
+    "semantic_segmentation",
+)
+OF_PARTS = {"annotations", SEGMENTS}  # columns of COCO's tables
 NAMES_FILE = "id2label.json"  # the names of classes beside data, as data sets of the Hub have it
 
 
@@ -36,7 +51,7 @@ def paired_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> Fol
 
 
 def has_pairs(path: Path) -> bool:
-    """Return whether a path is a folder with images beside label images, and without a table of them."""
+    """Return whether a path is a folder with images beside label images, and without a table that names both."""
     return _media_beside_labels(path) is not None
 
 
@@ -57,8 +72,20 @@ def names_beside(folder: Path) -> tuple[str, ...]:
     return in_order
 
 
+def find_label_column(row: TaskRow) -> str | None:
+    """Return the column of a row with the label image, or None if there is none: by its type, and of several by its name."""
+    columns = [name for name, value in row.fields.items() if name not in IMAGES and names_image(value)]
+    return next((name for name in LABEL_COLUMNS if name in columns), columns[0] if len(columns) == 1 else None)
+
+
+def has_named_label_image(row: TaskRow) -> bool:
+    """Return whether a row has a label image by its name, and no label of the whole image: for a model that may learn either."""
+    label = row.fields.get("label")
+    return any(names_image(row.fields.get(name)) for name in LABEL_COLUMNS) and (label is None or names_image(label))
+
+
 def _find_pairs(path: Path) -> dict[Path, Path] | None:
-    """Return the label image of each image, or None if the folder has no folders of both, or has a table."""
+    """Return the label image of each image, or None if the folder has no folders of both, or has a table of them."""
     files = _media_beside_labels(path)
     if files is None:
         return None
@@ -78,15 +105,35 @@ def _find_pairs(path: Path) -> dict[Path, Path] | None:
 
 
 def _media_beside_labels(path: Path) -> list[Path] | None:
-    """Return the images of a folder and of those in it, relative to it, or None if one kind is missing, or a table is there."""
+    """Return the images of a folder and of those in it, relative to it, or None if one kind is missing, or a table names both."""
     if not _has_both_folders(path):
         return None
     files = sorted(file for file in path.rglob("*") if not is_hidden(file.relative_to(path)))
-    if holds_table(files):
-        return None
     media = [file.relative_to(path) for file in files if modality_of(file) == "image" and file.is_file()]
-    has_both = all(any(_place(file, folders) for file in media) for folders in (IMAGE_FOLDERS, LABEL_FOLDERS))
-    return media if has_both else None
+    if not all(any(_place(file, folders) for file in media) for folders in (IMAGE_FOLDERS, LABEL_FOLDERS)):
+        return None
+    tables = [file for file in files if file.is_file() and holds_table([file])]
+    if any(_names_label_images(table) for table in tables):
+        return None
+    if tables:
+        names = first_names([str(table.relative_to(path)) for table in tables])
+        say_once(f"{path}: the images are paired with their label images by name; {names} names no label images, and is not read")
+    return media
+
+
+def _names_label_images(table: Path) -> bool:
+    """Return whether the first row of a table names an image and its label image, or has the parts of label images, as COCO has.
+
+    Return True for one that cannot be read, so that its reader says why."""
+    try:
+        rows = rows_of_files((table,), file_kind(table), lambda schema, origin: list(schema.names))
+        place, fields = next(rows, ("", {}))
+    except RequestError:
+        return True
+    if not OF_PARTS.isdisjoint(fields):
+        return True
+    row = TaskRow(place, fields, table.parent)
+    return any(name in row.fields for name in IMAGES) and has_named_label_image(row)
 
 
 def _has_both_folders(path: Path) -> bool:

@@ -21,8 +21,8 @@ from upshift.text import one_line
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
-from upshift.training.tasks.contents import RowImage, image_of, names_image, structs_of
-from upshift.training.tasks.images.folders import names_beside
+from upshift.training.tasks.contents import RowImage, image_of, structs_of
+from upshift.training.tasks.images.folders import IMAGES, find_label_column, names_beside
 from upshift.training.tasks.images.label_images import (
     CATEGORIES,
     CODES,
@@ -47,17 +47,6 @@ from upshift.training.tasks.rows import (
     read_splits,
 )
 
-IMAGES = ("image", "pixel_values", "file_name")
-LABEL_COLUMNS = (
-    "mask",
-    "annotation",
-    "label",
-    "labels",
-    "label_image",
-    "segmentation_map",
-    "segmentation",
-    "semantic_segmentation",
-)
 EMPTY_IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
@@ -96,18 +85,6 @@ def learns_label_images(model_class: type[PreTrainedModel]) -> bool:
 def _takes_annotations(model_class: type[PreTrainedModel]) -> bool:
     """Return whether the labels are annotations of boxes, as a detector takes them."""
     return "pixel_mask" in inspect.signature(model_class.forward).parameters
-
-
-def find_label_column(row: TaskRow) -> str | None:
-    """Return the column of a row with the label image, or None if there is none: by its type, and of several by its name."""
-    columns = [name for name, value in row.fields.items() if name not in IMAGES and names_image(value)]
-    return next((name for name in LABEL_COLUMNS if name in columns), columns[0] if len(columns) == 1 else None)
-
-
-def has_named_label_image(row: TaskRow) -> bool:
-    """Return whether a row has a label image by its name, and no label of the whole image: for a model that may learn either."""
-    label = row.fields.get("label")
-    return any(names_image(row.fields.get(name)) for name in LABEL_COLUMNS) and (label is None or names_image(label))
 
 
 def prepare_segmentation(inputs: TaskInputs) -> TaskData:

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from transformers import EvalPrediction
 
+from upshift.training.arguments import LOSS
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
+from upshift.training.tasks.metrics.held_out_loss import HeldOutLoss, MeanOf
 from upshift.training.tasks.metrics.task_metrics import TaskMetrics
 from upshift.training.tasks.progress import EarlyStopping
 
@@ -25,11 +27,21 @@ NO_PLAN = (
 class TaskTrainer(Trainer):
     """``upshift.Trainer`` whose evaluations measure ``metrics``. None: the loss alone.
 
-    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too."""
+    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too. The
+    loss is that of one batch of all rows: ``loss_is_mean_of`` says what a batch's loss is the mean of."""
 
-    def __init__(self, *, metrics: TaskMetrics | None, early_stopping: EarlyStopping | None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        metrics: TaskMetrics | None,
+        early_stopping: EarlyStopping | None,
+        loss_is_mean_of: MeanOf = "labels",
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
         self._metrics = metrics
+        self._loss_is_mean_of = loss_is_mean_of
+        self._held_out_loss = self._no_held_out_loss()
         self._early_stopping = early_stopping
         if early_stopping is not None:
             self.add_callback(early_stopping)
@@ -51,19 +63,33 @@ class TaskTrainer(Trainer):
         result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         return (result[0].mean(), result[1]) if return_outputs else result.mean()
 
+    def _no_held_out_loss(self) -> HeldOutLoss:
+        return HeldOutLoss(self.args.label_names[0], self._loss_is_mean_of, self.accelerator)
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        """Evaluate as transformers does, but for the mean of the losses."""
+        self._held_out_loss = self._no_held_out_loss()
+        output: Any = super().evaluation_loop(*arguments, **named)
+        output.metrics[f"{named.get('metric_key_prefix', 'eval')}_{LOSS}"] = self._held_out_loss.mean()
+        return output
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Return the loss of a batch, what the metrics need of its rows, and a number a row in place of labels."""
-        if self._metrics is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        of_model = {name: value for name, value in inputs.items() if name not in self._metrics.own_inputs}
+        of_metrics = () if self._metrics is None else self._metrics.own_inputs
+        of_model = {name: value for name, value in inputs.items() if name not in of_metrics}
+        own = self._held_out_loss.own_rows(of_model)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, of_model, return_outputs=True)
+            own_loss = loss if own is of_model else self.compute_loss(model, own)
+            self._held_out_loss.add(own_loss, own)
+            if self._metrics is None:
+                return loss.detach(), None, None
             predictions = self._metrics.predict(self.model, inputs, outputs)
         first = predictions[0] if isinstance(predictions, tuple) else predictions
-        return loss.detach().mean(), predictions, torch.zeros(len(first), device=first.device)
+        return loss.detach(), predictions, torch.zeros(len(first), device=first.device)
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         assert self._metrics is not None
