@@ -56,12 +56,12 @@ class Server:
 
     def serve(self) -> None:
         while True:
-            ready, _, _ = select.select([self._connection, self._woken], [], [])
+            ready, _, _ = select.select([self._connection.fileno(), self._woken], [], [])
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, COMMAND_BYTES)
                 self._send_exit_codes()
-            if self._connection in ready:
+            if self._connection.fileno() in ready:
                 message, descriptors, _, _ = socket.recv_fds(self._connection, COMMAND_BYTES, MOST_DESCRIPTORS)
                 if not message:
                     return
@@ -93,9 +93,7 @@ class Server:
         return child
 
 
-def run_process(
-    command: dict[str, Any], descriptors: list[int], begin: Begin, *, started: int, server: int
-) -> NoReturn:
+def run_process(command: dict[str, Any], descriptors: list[int], begin: Begin, *, started: int, server: int) -> NoReturn:
     """Become the process of the command, and end as Python ends. Exit handlers of libraries do not run."""
     code = 1
     is_interrupted = False

@@ -1,9 +1,9 @@
 """Processes of Python in forks of one process that has imported everything: importing it takes five seconds of a core.
 
 Shared are the modules that the server has imported, torch's state after the imports among them. The fork's own are its session,
-its streams and descriptors, its arguments, its folder, its environment and its exit code. A process that would be another one
-for its imports is a new one: with other variables, cores or limits than the server, or with options of the interpreter. Tests of
-what a process imports, of its start, its memory or its death need a new process, too.
+its streams and descriptors, its arguments, its folder, its environment and its exit code. A process is new if its imports would
+differ: because of cores, limits, options of Python, or variables that libraries read meanwhile. Tests of what a process imports,
+of its start, its memory or its death need a new process, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from upshift.parent_process import end_with
 SERVER = Path(__file__).with_name("warm_process_server.py")
 MESSAGE_BYTES = 64
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
-READ_WHEN_USED = ("COLUMNS", "LOCAL_RANK", "PATH", "PYTEST_CURRENT_TEST")  # these, and Upshift's own, may differ in a fork
+# What libraries read while they are imported. Upshift and its libraries set others meanwhile, which they read when they use them.
+READ_BY_IMPORTS = ("ATEN_", "DNNL_", "HF_HOME", "HF_HUB_OFFLINE", "LD_", "MKL_", "OMP_", "PYTHON")
 Stream = int | IO[Any] | None
 
 
@@ -232,9 +233,7 @@ def text_of(file: IO[str]) -> str:
 
 def surroundings(environment: Mapping[str, str]) -> tuple[object, ...]:
     """Return what decides the imports of a new process, and what it may use of the machine."""
-    variables = {
-        (name, value) for name, value in environment.items() if name not in READ_WHEN_USED and not name.startswith("UPSHIFT_")
-    }
+    variables = {(name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
     cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     group = Path("/proc/self/cgroup")
     return (

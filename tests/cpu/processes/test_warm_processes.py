@@ -142,10 +142,10 @@ def test_the_end_of_the_server_ends_its_processes(own_module: Path) -> None:
     assert process.wait(timeout=60) == -signal.SIGKILL
 
 
-def test_other_variables_cores_or_options_take_a_new_process(
+def test_other_variables_or_options_take_a_new_process(
     own_module: Path, warm_processes: WarmProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries read variables and cores when they are imported."""
+    """Libraries read variables when they are imported."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     process, _ = start(warm_processes, own_module, "assert os.environ['OMP_NUM_THREADS'] == '7'")
     assert isinstance(process, subprocess.Popen) and process.wait(timeout=60) == 0
