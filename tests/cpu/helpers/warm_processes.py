@@ -20,6 +20,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -34,14 +35,16 @@ MESSAGE_BYTES = 64
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 # What libraries read while they are imported. Upshift and its libraries set others meanwhile, which they read when they use them.
 READ_BY_IMPORTS = ("ATEN_", "DNNL_", "HF_HOME", "HF_HUB_OFFLINE", "LD_", "MKL_", "OMP_", "PYTHON")
+INTERPRETER_OPTIONS = ("-I", "-P", "-S", "-X", "-u")
 Stream = int | IO[Any] | None
 
 
 class WarmProcess:
     """A process, with what upshift uses of ``subprocess.Popen``. ``ended``: the descriptor with its exit code."""
 
-    def __init__(self, args: Sequence[str], pid: int, ended: int, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
-        self.args, self.pid, self.stdin, self.stdout = args, pid, stdin, stdout
+    def __init__(self, args: Sequence[str], pid: int, ended: int, streams: Sequence[IO[Any] | None]) -> None:
+        self.args, self.pid = args, pid
+        self.stdin, self.stdout, self.stderr = streams
         self.returncode: int | None = None
         self._ended = ended
         self._lock = threading.Lock()
@@ -62,6 +65,18 @@ class WarmProcess:
                 self.returncode = int(code) if code else -signal.SIGKILL  # no code: the server was killed, and this with it
                 os.close(self._ended)
         return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Return what the process writes into its pipes until it ends."""
+        with ThreadPoolExecutor(2) as pool:
+            reads = [None if stream is None else pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.pid, signal.SIGKILL)  # else the pool would wait for what the process writes
+                raise
+            stdout, stderr = (None if read is None else read.result() for read in reads)
+        return stdout, stderr
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -97,7 +112,7 @@ class WarmProcesses:
         with self._lock:
             self._start_server()
             is_same = surroundings({**environment, **self._variables}) == self._surroundings
-        if program != sys.executable or first != "-m" or not is_same:
+        if program != sys.executable or first in INTERPRETER_OPTIONS or not is_same:
             return subprocess.Popen(command, **options)
         return self.start(list(command[1:]), environment=environment, **{key: options[key] for key in options if key != "env"})
 
@@ -117,10 +132,9 @@ class WarmProcesses:
                 pid = self._send(json.dumps(command), [write_end, *theirs, *pass_fds])
             finally:
                 os.close(write_end)
-        mode = "" if text else "b"
-        to_process = None if ours[0] is None else os.fdopen(ours[0], f"w{mode}")
-        from_process = None if ours[1] is None else os.fdopen(ours[1], f"r{mode}")
-        return WarmProcess(arguments, pid, read_end, to_process, from_process)
+        modes = [mode + ("" if text else "b") for mode in "wrr"]
+        streams = [None if end is None else os.fdopen(end, mode) for end, mode in zip(ours, modes, strict=True)]
+        return WarmProcess(arguments, pid, read_end, streams)
 
     def run(
         self, *arguments: str | Path, timeout: float | None = None, cwd: Path | None = None,
