@@ -104,6 +104,7 @@ class WarmProcesses:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_forked = False
         self._surroundings: tuple[object, ...] = ()
+        self._started: list[WarmProcess] = []
 
     def Popen(self, command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[Any]:  # noqa: N802
         """Start a fork, or a new process where a fork would be another one."""
@@ -134,7 +135,16 @@ class WarmProcesses:
                 os.close(write_end)
         modes = [mode + ("" if text else "b") for mode in "wrr"]
         streams = [None if end is None else os.fdopen(end, mode) for end, mode in zip(ours, modes, strict=True)]
-        return WarmProcess(arguments, pid, read_end, streams)
+        process = WarmProcess(arguments, pid, read_end, streams)
+        with self._lock:
+            self._started.append(process)
+        return process
+
+    def running(self) -> list[WarmProcess]:
+        """Return the forks that run now, in the order of their starts. Their command lines, as others see them, are the server's."""
+        with self._lock:
+            self._started = [process for process in self._started if process.poll() is None]
+            return list(self._started)
 
     def run(
         self, *arguments: str | Path, timeout: float | None = None, cwd: Path | None = None,
