@@ -141,7 +141,7 @@ class WarmProcesses:
         return process
 
     def running(self) -> list[WarmProcess]:
-        """Return the forks that run now, in the order of their starts. Their command lines, as others see them, are the server's."""
+        """Return the forks that run now, in the order of their starts. Other processes see the server's command line for them."""
         with self._lock:
             self._started = [process for process in self._started if process.poll() is None]
             return list(self._started)
