@@ -93,27 +93,25 @@ class WarmProcesses:
     """Stands for ``subprocess`` where upshift starts processes of Python.
 
     ``module``: what the server imports. Its ``begin`` runs first in each process. ``variables``: what the server's environment
-    has besides this process's."""
+    has besides this process's. The server has the environment of now, although it starts with the first fork."""
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
     def __init__(self, module: str = "warm_imports", variables: Mapping[str, str] | None = None) -> None:
         self._module = module
-        self._variables = dict(variables or {})
+        self._environment = {**os.environ, **(variables or {})}
+        self._surroundings = surroundings(self._environment)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_forked = False
-        self._surroundings: tuple[object, ...] = ()
         self._started: list[WarmProcess] = []
 
     def Popen(self, command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[Any]:  # noqa: N802
         """Start a fork, or a new process where a fork would be another one."""
         environment = {**(options.get("env") or os.environ)}
         program, first, *_ = command
-        with self._lock:
-            self._start_server()
-            is_same = surroundings({**environment, **self._variables}) == self._surroundings
-        if program != sys.executable or first in INTERPRETER_OPTIONS or not is_same:
+        is_new = program != sys.executable or first in INTERPRETER_OPTIONS
+        if is_new or surroundings(environment) != self._surroundings:
             return subprocess.Popen(command, **options)
         return self.start(list(command[1:]), environment=environment, **{key: options[key] for key in options if key != "env"})
 
@@ -137,7 +135,7 @@ class WarmProcesses:
         streams = [None if end is None else os.fdopen(end, mode) for end, mode in zip(ours, modes, strict=True)]
         process = WarmProcess(arguments, pid, read_end, streams)
         with self._lock:
-            self._started.append(process)
+            self._started = [*(one for one in self._started if one.returncode is None), process]
         return process
 
     def running(self) -> list[WarmProcess]:
@@ -174,7 +172,6 @@ class WarmProcesses:
         """Return processes whose server is a fork of this process, which has imported everything and computed nothing."""
         processes = cls()
         processes._is_forked = True
-        processes._surroundings = surroundings(os.environ)
         processes._connection, theirs = connected_sockets()
         parent = os.getpid()
         if os.fork() == 0:
@@ -188,15 +185,13 @@ class WarmProcesses:
     def _start_server(self) -> None:
         if self._is_forked or (self._process is not None and self._process.poll() is None):
             return
-        self._surroundings = surroundings({**os.environ, **self._variables})
-        folders = [str(SERVER.parent), self._variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
-        path = os.pathsep.join(filter(None, folders))
+        path = os.pathsep.join(filter(None, [str(SERVER.parent), self._environment.get("PYTHONPATH")]))
         self._connection, theirs = connected_sockets()
         with theirs:
             self._process = subprocess.Popen(
                 parent_process.command(str(SERVER), self._module, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=(theirs.fileno(),),
-                env={**os.environ, **self._variables, "PYTHONPATH": path},
+                env={**self._environment, "PYTHONPATH": path},
             )  # fmt: skip
 
     def close(self) -> None:

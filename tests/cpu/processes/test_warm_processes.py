@@ -142,17 +142,19 @@ def test_the_end_of_the_server_ends_its_processes(own_module: Path) -> None:
     assert process.wait(timeout=60) == -signal.SIGKILL
 
 
-def test_other_variables_or_options_take_a_new_process(
-    own_module: Path, warm_processes: WarmProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Libraries read variables when they are imported."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    process, _ = start(warm_processes, own_module, "assert os.environ['OMP_NUM_THREADS'] == '7'")
+def test_other_variables_or_options_take_a_new_process(own_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries read variables when they are imported. The first process decides nothing for the later ones."""
+    processes = WarmProcesses("empty_imports")
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "7")
+        process, _ = start(processes, own_module, "assert os.environ['OMP_NUM_THREADS'] == '7'")
     assert isinstance(process, subprocess.Popen) and process.wait(timeout=60) == 0
-    monkeypatch.undo()
     command = parent_process.command("upshift.no_such_module", options=("-P",))
-    process = warm_processes.Popen(command, stderr=subprocess.DEVNULL)
+    process = processes.Popen(command, stderr=subprocess.DEVNULL)
     assert isinstance(process, subprocess.Popen) and process.wait(timeout=60) == 1
+    process, _ = start(processes, own_module, "assert os.environ.get('OMP_NUM_THREADS') != '7'")
+    assert isinstance(process, WarmProcess) and process.wait(timeout=60) == 0
+    processes.close()
 
 
 def train(case: Case) -> Result:
