@@ -8,42 +8,35 @@ from collections.abc import Iterator
 
 import pytest
 from command import Answer, Command
-from warm_jobs import WarmJobs
-from warm_scripts import WarmScripts
-from warm_servers import WarmServers
+from warm_processes import WarmProcesses
 
+from upshift import fork_server
 from upshift.cli.main import main
 from upshift.training.job import processes
 
-SERVED = (  # modules that start a fork server for each run
-    "upshift.inference.race.race", "upshift.planning.trials.runner", "upshift.training.job.server", "upshift.tuning.mup_check",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm_servers() -> Iterator[None]:
-    servers = WarmServers()
-    jobs = WarmJobs()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in SERVED:
-            patch.setattr(f"{module}.fork_server", servers)
-        patch.setattr(processes, "subprocess", jobs)
-        yield
-    servers.close()
-    jobs.close()
+STARTERS = (fork_server, processes)  # modules that start processes of upshift's own
 
 
 @pytest.fixture(scope="session")
-def warm_scripts() -> Iterator[WarmScripts]:
-    scripts = WarmScripts()
-    yield scripts
-    scripts.close()
+def warm_processes() -> Iterator[WarmProcesses]:
+    warm = WarmProcesses()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes(warm_processes: WarmProcesses) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in STARTERS:
+            patch.setattr(module, "subprocess", warm_processes)
+        yield
 
 
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start the process of every job as a user's machine does: for tests about that process itself."""
-    monkeypatch.setattr(processes, "subprocess", subprocess)
+    """Start upshift's own processes as a user's machine does: for tests about such a process itself."""
+    for module in STARTERS:
+        monkeypatch.setattr(module, "subprocess", subprocess)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Tests on a GPU that is not there. Each process of a test has the device by its environment (pretended_gpus.py).
 
-Commands are forks of one process that has imported everything (forked_command.py). The processes that they start are new ones.
+Commands, and the processes that they start, are forks of one process that has imported everything (forked_command.py). So that
+a process finds the device by itself is shown by tests that start new ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import pretended_gpus
 import pytest
 from pretended_gpus import Run
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from shared_traces import session_folder, share_traces
 
@@ -41,16 +42,16 @@ def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked_commands() -> Iterator[WarmScripts]:
+def forked_commands() -> Iterator[WarmProcesses]:
     variables = pretended_gpus.environment(MOST_GPUS)
     path = os.pathsep.join([variables["PYTHONPATH"], str(HERE)])
-    commands = WarmScripts("forked_command", variables | {"PYTHONPATH": path})
+    commands = WarmProcesses("forked_command", variables | {"PYTHONPATH": path})
     yield commands
     commands.close()
 
 
 @pytest.fixture(scope="session")
-def run_on_gpus(forked_commands: WarmScripts, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run_on_gpus(forked_commands: WarmProcesses, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a function that runs Python on these GPUs: ``run_on_gpus("8xh100", "script.py")``."""
 
     def run(gpus: str, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from warm_processes import WarmProcesses
 
+from upshift.benchmarking import harness
 from upshift.benchmarking.ab_test import ratio, relative_error
 from upshift.benchmarking.claims import find_case
 from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
@@ -36,6 +38,12 @@ CASES = ROOT / "benchmarks" / "cases"
 def case(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     monkeypatch.syspath_prepend(str(CASES))
     return importlib.import_module
+
+
+@pytest.fixture
+def forked_runs(warm_processes: WarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the runs of a case as forks: for cases whose memory a test does not compare."""
+    monkeypatch.setattr(harness, "subprocess", warm_processes)
 
 
 def run(module: ModuleType, results: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
@@ -199,6 +207,7 @@ def test_weak_scaling(case: Callable[[str], ModuleType], tmp_path: Path, capsys:
     assert "10,000" in (tmp_path / "weak_scaling.svg").read_text()
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_suite(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A case's rows go to their own folder, and one that has no time left is named."""
     rows = tmp_path / "rows"
@@ -220,6 +229,7 @@ def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, cap
     assert twin["value"] > 0 and answer["regret"] >= 0
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_trainer(
     case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, MixtralConfig, T5Config, TrainingArguments
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 import upshift
 from upshift import debugging
@@ -278,10 +278,10 @@ def test_overhead() -> None:
     assert step() == plain
 
 
-def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path, warm_scripts: WarmScripts) -> None:
+def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path, warm_processes: WarmProcesses) -> None:
     """Fully sharded and tensor-parallel ranks all find it; of a pipeline's, the one that has the layer."""
     world = HELPERS / "debugged_ranks.py"
-    warm_scripts.run(world, str(tmp_path), timeout=300).check_returncode()
+    warm_processes.run(world, str(tmp_path), timeout=300).check_returncode()
     found = {layout.name: {rank.name: json.loads(rank.read_text()) for rank in layout.iterdir()} for layout in tmp_path.iterdir()}
     words = "model.layers.1.mlp.up_proj (Linear) makes inf of finite numbers"
     assert found == {"fully_shard": {"0": words, "1": words}, "pipeline": {"1": words}, "tensor": {"0": words, "1": words}}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 from watched_ranks import GONE, STOPPED
 
 from upshift.debugging.run_report import FOLDER, examine_run
@@ -31,20 +31,20 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 WORLD = HELPERS / "watched_ranks.py"
 
 
-def said_in(case: str, folder: Path, warm_scripts: WarmScripts, *, world: int = 2) -> list[tuple[int, int, str]]:
+def said_in(case: str, folder: Path, warm_processes: WarmProcesses, *, world: int = 2) -> list[tuple[int, int, str]]:
     said = folder / "said"
-    ended = warm_scripts.run(WORLD, case, str(world), str(said), timeout=120)
+    ended = warm_processes.run(WORLD, case, str(world), str(said), timeout=120)
     assert ended.returncode == 0, ended.stderr
     return [tuple(json.loads(line)) for line in said.read_text().splitlines()] if said.exists() else []
 
 
-def stalls_in(case: str, folder: Path, warm_scripts: WarmScripts, *, world: int = 2) -> list[tuple[int, int, str]]:
+def stalls_in(case: str, folder: Path, warm_processes: WarmProcesses, *, world: int = 2) -> list[tuple[int, int, str]]:
     """A machine with other work makes stragglers too."""
-    return [one for one in said_in(case, folder, warm_scripts, world=world) if "holds up" not in one[2]]
+    return [one for one in said_in(case, folder, warm_processes, world=world) if "holds up" not in one[2]]
 
 
-def test_who_waits_and_who_does_not_come(tmp_path: Path, warm_scripts: WarmScripts) -> None:
-    (teller, step, words), *_ = stalls_in("stalled", tmp_path, warm_scripts, world=3)
+def test_who_waits_and_who_does_not_come(tmp_path: Path, warm_processes: WarmProcesses) -> None:
+    (teller, step, words), *_ = stalls_in("stalled", tmp_path, warm_processes, world=3)
     assert (teller, step) == (0, 5)
     waits = r"ranks 0, 2 wait since [\d.]+ s in all_reduce \d+ of group 0 default_pg \(4\.00 KiB\), step 5; "
     assert re.match(waits, words), words
@@ -57,8 +57,8 @@ def test_who_waits_and_who_does_not_come(tmp_path: Path, warm_scripts: WarmScrip
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_a_stopped_process_is_named(case: str, tmp_path: Path, warm_scripts: WarmScripts) -> None:
-    (teller, step, words), *_ = stalls_in(case, tmp_path, warm_scripts)
+def test_a_stopped_process_is_named(case: str, tmp_path: Path, warm_processes: WarmProcesses) -> None:
+    (teller, step, words), *_ = stalls_in(case, tmp_path, warm_processes)
     assert (teller, step) == (0, STOPPED[case]) and "rank 0 waits" in words
     assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
 
@@ -111,8 +111,8 @@ def test_a_full_disk_and_a_closed_pipe_do_not_end_the_watch(
     assert "rank 1 says nothing" in caplog.messages[0] and "this one ends" in caplog.messages[0]
 
 
-def test_a_straggler_is_named_with_its_time(tmp_path: Path, warm_scripts: WarmScripts) -> None:
-    words = "; ".join(words for _, _, words in said_in("slow", tmp_path, warm_scripts))
+def test_a_straggler_is_named_with_its_time(tmp_path: Path, warm_processes: WarmProcesses) -> None:
+    words = "; ".join(words for _, _, words in said_in("slow", tmp_path, warm_processes))
     holds_up = r"rank 1 holds up the others: its own work takes [\d.]+ m?s of a step of [\d.]+ m?s, theirs [\d.]+ m?s"
     assert re.search(holds_up, words), words
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from parallel_runs import Case, a_config, a_plan
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.models.source import find_model
 from upshift.training.distributed import parallelize
@@ -38,9 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("which, layout", [("untied", "tensor"), ("tied", "weights"), ("tied", "stages")])
-def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path], warm_scripts: WarmScripts) -> None:
+def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path], warm_processes: WarmProcesses) -> None:
     script = HELPERS / "own_slices_ranks.py"
-    ended = warm_scripts.run(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
+    ended = warm_processes.run(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     got = json.loads(ended.stdout.splitlines()[-1])
     assert got["same"] and got["tensors"] > 10, got
@@ -74,8 +74,8 @@ def test_one_that_fits_is_not(model: str, device: str, tmp_path: Path, monkeypat
     assert tried == [None], "the divided layers ran"
 
 
-def test_threads_of_a_rank_may_begin_together(warm_scripts: WarmScripts) -> None:
+def test_threads_of_a_rank_may_begin_together(warm_processes: WarmProcesses) -> None:
     """A forked rank's pool of threads was made by its first operation; of four at the same time some found none (94 of 100)."""
-    ended = warm_scripts.run(HELPERS / "threads_in_ranks.py", timeout=200)
+    ended = warm_processes.run(HELPERS / "threads_in_ranks.py", timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert json.loads(ended.stdout.splitlines()[-1]) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fatal_runs import Ending, run_fatal
 from parallel_runs import Case, Result, assert_as_one_process, reference_name, run, with_references
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 ZERO2, ZERO3 = ({"fully_shard": what, "shard_size": 2} for what in ("gradients", "weights"))
 BF16 = {"precision": "bf16"}
@@ -82,9 +82,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
+def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> Mapping[str, Result]:
     assert not CASES.keys() & OUT_OF_MEMORY.keys()
-    return run(with_references(CASES | OUT_OF_MEMORY), tmp_path_factory.mktemp("parallel"), warm_scripts.run)
+    return run(with_references(CASES | OUT_OF_MEMORY), tmp_path_factory.mktemp("parallel"), warm_processes.run)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,8 +167,8 @@ OUT_FOR_GOOD = {  # ranks that wait for each other in the middle of a layer, a s
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> dict[str, Ending]:
-    return run_fatal(OUT_FOR_GOOD, tmp_path_factory.mktemp("fatal"), warm_scripts.run)
+def endings(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> dict[str, Ending]:
+    return run_fatal(OUT_FOR_GOOD, tmp_path_factory.mktemp("fatal"), warm_processes.run)
 
 
 @pytest.mark.parametrize("name", OUT_FOR_GOOD)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, in_two_micro_batches, run, with_references
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.models.build import build_model, choose_class
 from upshift.training.distributed.parallelize import why_cannot_run
@@ -35,8 +35,8 @@ CASES = {name: in_two_micro_batches(case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("context"), warm_scripts.run)
+def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("context"), warm_processes.run)
 
 
 @pytest.mark.parametrize("name", CASES)

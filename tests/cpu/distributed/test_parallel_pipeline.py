@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
@@ -90,8 +90,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), warm_scripts.run)
+def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), warm_processes.run)
 
 
 @pytest.mark.parametrize("name", CASES)

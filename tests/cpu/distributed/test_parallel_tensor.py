@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 from parallel_runs import Case, Result, assert_as_one_process, in_two_micro_batches, run, with_references
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -57,8 +57,8 @@ CASES = {name: in_two_micro_batches(case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("tensor"), warm_scripts.run)
+def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("tensor"), warm_processes.run)
 
 
 @pytest.mark.parametrize("name", CASES)

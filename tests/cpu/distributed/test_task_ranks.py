@@ -12,7 +12,7 @@ from detectors import save_detector
 from image_models import COLORS, save_chat_model
 from segmenters import SEMANTIC, make_pictures, save_segmenter, write_masks
 from text_models import named, save_text_model
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 import upshift
 
@@ -56,7 +56,7 @@ def detection_case(folder: Path) -> list[str]:
     return [str(save_detector(folder / "yolos", "yolos", "cat", "dog")), str(file)]
 
 
-def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_scripts: WarmScripts) -> None:
+def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_processes: WarmProcesses) -> None:
     from PIL import Image
 
     tagger = save_text_model(tmp_path / "tagger", "BertForTokenClassification", **named("A", "B"))
@@ -88,7 +88,7 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_scripts: 
         cases.append(pixels_case(tmp_path))
     else:
         warnings.warn("left out: labels of pixels, because this transformers has no Tipsv2", stacklevel=1)
-    ended = warm_scripts.run(HELPER, tmp_path, json.dumps([cases, STEPS, RATE, ROWS]), timeout=TIMEOUT_SECONDS)
+    ended = warm_processes.run(HELPER, tmp_path, json.dumps([cases, STEPS, RATE, ROWS]), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     of_ranks = json.loads((tmp_path / "numbers.json").read_text())
     assert len(of_ranks) == len(cases)

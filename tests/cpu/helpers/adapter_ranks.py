@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.importing import importing
 
@@ -25,13 +25,13 @@ with importing():
     from upshift.training.rank_processes import join_processes
 
 
-def run_jobs(jobs: Mapping[str, Job], data: TrainingData, folder: Path, warm_scripts: WarmScripts) -> None:
+def run_jobs(jobs: Mapping[str, Job], data: TrainingData, folder: Path, warm_processes: WarmProcesses) -> None:
     """Run the jobs, which have the same number of ranks, in a process of their own. Fail with the ranks' errors."""
     for path in data.folder.iterdir():
         (folder / path.name).symlink_to(path)
     for name, job in jobs.items():
         (folder / f"{name}.job.json").write_text(open_job(job, data).to_json(), encoding="utf-8")
-    ended = warm_scripts.run(__file__, str(folder), timeout=TIMEOUT_SECONDS)
+    ended = warm_processes.run(__file__, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-5000:]
 
 

@@ -62,6 +62,7 @@ def options_of(backend: str, output: Path) -> dict[str, Any]:
         return {
             "storage_path": str(output / "ray"),
             "stop": {"training_iteration": 2},
+            "reuse_actors": True,  # else each trial that goes on imports everything again
             "scheduler": PopulationBasedTraining(
                 metric="objective", mode="min", time_attr="training_iteration", perturbation_interval=1,
                 quantile_fraction=0.5, synch=True, hyperparam_mutations={"learning_rate": rates},

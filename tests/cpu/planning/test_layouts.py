@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
@@ -165,11 +165,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(folder: Path, way: str, cases: dict[str, Case], warm_scripts: WarmScripts) -> Measured:
+def measure(folder: Path, way: str, cases: dict[str, Case], warm_processes: WarmProcesses) -> Measured:
     """``real`` ranks, or ``fake`` ones."""
     given = folder / f"{way}.json"
     given.write_text(json.dumps({name: case.described(folder) for name, case in cases.items()}))
-    ended = warm_scripts.run(SCRIPTS[way], str(given), str(folder / way), timeout=TIMEOUT_SECONDS)
+    ended = warm_processes.run(SCRIPTS[way], str(given), str(folder / way), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     files = [folder / "fake"] if way == "fake" else list(folder.glob("real.[0-9]*-[0-9]*"))
     return {key: result for file in files for key, result in json.loads(file.read_text()).items()}
@@ -184,13 +184,13 @@ def profiles(folder: Path) -> dict[str, ModelProfile]:
 
 
 @pytest.fixture(scope="module")
-def fake(folder: Path, warm_scripts: WarmScripts) -> Measured:
-    return measure(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, warm_scripts)
+def fake(folder: Path, warm_processes: WarmProcesses) -> Measured:
+    return measure(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, warm_processes)
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path, warm_scripts: WarmScripts) -> Measured:
-    return measure(folder, "real", {**REAL, **EXCHANGED}, warm_scripts)
+def real(folder: Path, warm_processes: WarmProcesses) -> Measured:
+    return measure(folder, "real", {**REAL, **EXCHANGED}, warm_processes)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.planning.plan import Plan
 from upshift.training.prepare import configure_process
@@ -58,13 +58,13 @@ AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another l
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     later = {name: case | {"resume": str(folder / of / "checkpoint-5")} for name, (_, of, case) in AFTERWARDS.items()}
     worlds = {"alone": (1, ALONE), "shared": (2, SHARED)}
     for size in (1, 2):
         worlds[f"later-{size}"] = (size, {name: later[name] for name in later if AFTERWARDS[name][0] == size})
-    seen = run(folder, worlds, warm_scripts)
+    seen = run(folder, worlds, warm_processes)
     results = {name: result for world in worlds for name, result in seen[world][0].items()}
     for name, result in seen["shared"][1].items():
         results[name]["other"] = result
@@ -72,11 +72,11 @@ def found(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -
 
 
 def run(
-    folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_scripts: WarmScripts
+    folder: Path, worlds: dict[str, tuple[int, dict[str, Any]]], warm_processes: WarmProcesses
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank of each world saw."""
     (folder / "worlds.json").write_text(json.dumps(worlds))
-    ended = warm_scripts.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
+    ended = warm_processes.run(SCRIPT, str(folder), timeout=TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr[-4000:]
     for name, (_, cases) in worlds.items():
         logged = (folder / f"{name}.out").read_text().count("'train_runtime'")

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_train import command_of, home  # noqa: F401
+from test_train import home  # noqa: F401
+from warm_processes import WarmProcesses
 
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.layout import Layout
@@ -30,17 +31,18 @@ MOST = 20_000
 HELD_BACK_SECONDS, START_SECONDS = 12.0, 60.0
 
 
-def processes() -> dict[int, int]:
-    """Of the copies that run now: number -> pid. Each is the child of a fork server of its own; these are started in turn."""
-    servers = [child for child in psutil.Process().children() if command_of(child)[-1:] == [WORKER]]
-    found = enumerate(server.children() for server in sorted(servers, key=lambda one: (one.create_time(), one.pid)))
+def processes(warm: WarmProcesses) -> dict[int, int]:
+    """Return the copies that run now: number -> pid. Each is the child of a fork server of its own; these start in turn."""
+    servers = [process.pid for process in warm.running() if process.args[-1] == WORKER]
+    found = enumerate(psutil.Process(pid).children() for pid in servers)
     return {number: children[0].pid for number, children in found if children}
 
 
 class Murderer:
     """Kills the copy that speaks, sees it come back, and ends the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm: WarmProcesses) -> None:
+        self._warm = warm
         self.steps: list[int] = []
         self.waited: list[str] = []
         self.killed: dict[int, int] = {}
@@ -50,7 +52,7 @@ class Murderer:
         if isinstance(event, StepDone):
             self.steps.append(event.step)
             if event.step == 20:
-                self.killed = processes()
+                self.killed = processes(self._warm)
                 os.kill(self.killed[0], signal.SIGKILL)
             if self.back and event.step == self.back + 20:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -59,7 +61,7 @@ class Murderer:
                 self.waited.append(event.words)
             if self.killed and "is here" in event.words:
                 self.back = event.step
-                assert processes()[1] == self.killed[1], "the other one was started again, too"
+                assert processes(self._warm)[1] == self.killed[1], "the other one was started again, too"
 
 
 def run(home: Path, output: Path, steps: int, *, learning_rate: float = 1e-3, **request: Any) -> Any:  # noqa: F811
@@ -68,8 +70,12 @@ def run(home: Path, output: Path, steps: int, *, learning_rate: float = 1e-3, **
 
 
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install '.[heal]')")
-def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path) -> None:  # noqa: F811
-    murderer = Murderer()
+def test_a_killed_copy_comes_back_and_no_loss_changes(
+    home: Path,  # noqa: F811
+    warm_processes: WarmProcesses,
+    tmp_path: Path,
+) -> None:
+    murderer = Murderer(warm_processes)
     with pytest.raises(Interrupted, match="is saved in .* continue with --resume"):
         run(home, tmp_path / "healed", MOST, heal=True, fixed=(*ONE_EACH, "num_processes=2"), watcher=Watcher(event=murderer))
     killed = "copy 0 of 2 was killed (SIGKILL); the others go on, and it is started again"
@@ -85,11 +91,15 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path
 
 
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install '.[heal]')")
-def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_copies_end_together(
+    home: Path,  # noqa: F811
+    warm_processes: WarmProcesses,
+    tmp_path: Path,
+) -> None:
     """At the last step, or with the words of one that fails."""
     request: Any = {"heal": True, "fixed": (*ONE_EACH, "num_processes=2")}
     began: list[float] = []
-    late = ThreadPoolExecutor(1).submit(hold_back, 1)
+    late = ThreadPoolExecutor(1).submit(hold_back, 1, warm_processes)
     watcher = Watcher(event=lambda event: began.append(time.monotonic()))
     record = run(home, tmp_path / "healed", 6, watcher=watcher, **request)
     assert (record.plan["num_processes"], record.plan["gradient_accumulation_steps"]) == (2, 3)
@@ -102,13 +112,13 @@ def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
         run(home, tmp_path / "bad", 40, learning_rate=1e30, **request)
 
 
-def hold_back(number: int) -> float:
+def hold_back(number: int, warm: WarmProcesses) -> float:
     """When the copy went on, which had to wait while another could have begun."""
     end = time.monotonic() + START_SECONDS
-    while number not in processes():
+    while number not in processes(warm):
         assert time.monotonic() < end, f"copy {number} was not started"
-        time.sleep(0.05)
-    child = psutil.Process(processes()[number])
+        time.sleep(0.01)
+    child = psutil.Process(processes(warm)[number])
     child.suspend()
     time.sleep(HELD_BACK_SECONDS)
     child.resume()

@@ -17,7 +17,7 @@ from adapter_ranks import run_jobs
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
@@ -293,7 +293,7 @@ GATHERED = ("gradients", "weights")  # layers of a bf16 model in which LoRA is f
 
 @pytest.fixture(scope="module")
 def saved_adapters(
-    home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts
+    home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses
 ) -> Path:
     """The adapters that one process and two ranks save after the same two steps."""
     folder = tmp_path_factory.mktemp("saved adapters")
@@ -309,7 +309,7 @@ def saved_adapters(
     for fully_shard in GATHERED:
         name = f"{fully_shard}, bf16"
         jobs[name] = job(name, TWO_RANKS["weights"] | {"layout": {"fully_shard": fully_shard, "shard_size": 2}}, bf16)
-    run_jobs(jobs, data, tmp_path_factory.mktemp("jobs"), warm_scripts)
+    run_jobs(jobs, data, tmp_path_factory.mktemp("jobs"), warm_processes)
     return folder
 
 

@@ -25,7 +25,7 @@ from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
 from transformers.trainer_utils import HPSearchBackend
 from typer.testing import CliRunner
-from warm_scripts import WarmScripts
+from warm_processes import WarmProcesses
 
 from upshift.cli import train as train_command
 from upshift.cli.main import app
@@ -430,10 +430,10 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["optuna", "wandb", "ray"])
-def test_hyperparameter_search(backend: str, tmp_path: Path, warm_scripts: WarmScripts) -> None:
+def test_hyperparameter_search(backend: str, tmp_path: Path, warm_processes: WarmProcesses) -> None:
     """A user's script; its model_init, callback and data go to the trials' processes."""
     alone = os.environ | {"WANDB_MODE": "offline", "RAY_USAGE_STATS_ENABLED": "0"}
-    ended = warm_scripts.run(HP_SCRIPT, backend, tmp_path / "out", timeout=300, cwd=tmp_path, environment=alone)
+    ended = warm_processes.run(HP_SCRIPT, backend, tmp_path / "out", timeout=300, cwd=tmp_path, environment=alone)
     assert ended.returncode == 0, ended.stderr[-3000:]
     best = json.loads(ended.stdout.partition(FOUND)[2].splitlines()[0])
     assert 0 < best["objective"] < 4.2 and set(best["hyperparameters"]) == {"learning_rate", "per_device_train_batch_size"}
