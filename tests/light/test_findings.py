@@ -116,8 +116,9 @@ def texts_of(tree: ast.Module) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented)
                   and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    left_out = inner | docstrings
     for node in ast.walk(tree):
-        if id(node) in inner | docstrings:
+        if id(node) in left_out:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.internals.torch_names import BUFFERS, PARAMETERS, is_fake, tree_map
+from upshift.internals.torch_names import BUFFERS, PARAMETERS, fast_export, is_fake, tree_map
 from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
 from upshift.loading.load import build_empty, resolve_class
 from upshift.models.source import ModelSource
@@ -84,7 +84,7 @@ def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
     # torch.export would merge two inputs that are the same tensor.
     distinct = tree_map(torch.Tensor, torch.clone, dict(example))
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), fast_export(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, (), kwargs=distinct, strict=False)
             table = torch.export.default_decompositions()

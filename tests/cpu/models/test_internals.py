@@ -6,19 +6,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch._export import utils as export_utils
+from torch.fx import graph_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import upshift
 from upshift.errors import MissingInternal
 from upshift.internals import lookup, torch_names, transformers_names
 from upshift.internals.lookup import Internal, Mark
+from upshift.internals.torch_names import fast_export
 from upshift.planning.layout import Layout
 from upshift.training.distributed import fsdp
 from upshift.training.distributed.context_parallel import document_of_each_token, within_documents
@@ -155,6 +160,29 @@ def test_loading_is_refused_without_what_it_needs(without: Any, model: Path) -> 
 
     with pytest.raises(MissingInternal, match="Loading a model needs transformers.core_model_loading.set_param_for_module"):
         load_model(str(model))
+
+
+def test_a_fast_export_has_the_same_graph_also_without_torch_s_names(without: Any) -> None:
+    """It writes the source of fewer graphs, and lists the operators once."""
+    programs = []
+    calls = []
+    for context, taken in ((nullcontext, ()), (fast_export, ()), (fast_export, (torch_names.LAZY_GRAPHS, torch_names.LISTING))):
+        without(*taken)
+        with (
+            mock.patch.object(graph_module, "_exec_with_source", wraps=graph_module._exec_with_source) as written,
+            mock.patch.object(export_utils, "_materialize_cpp_cia_ops", wraps=export_utils._materialize_cpp_cia_ops) as listed,
+            context(),
+        ):
+            module = nn.Sequential(nn.Linear(3, 2), nn.GELU())
+            programs.append(torch.export.export(module, (torch.ones(4, 3),), strict=False).run_decompositions())
+        calls.append((written.call_count, listed.call_count))
+    for program in programs[1:]:
+        assert str(program.graph) == str(programs[0].graph)
+        assert str(program.graph_signature) == str(programs[0].graph_signature)
+    slow, fast, without_names = calls
+    assert fast[0] < slow[0] / 2, calls
+    assert fast[1] <= 1 < slow[1], calls
+    assert without_names[0] > slow[0] / 2 and without_names[1] > 1, calls
 
 
 def test_softmax_s_backward_is_the_same_without_torch_s(without: Any) -> None:
