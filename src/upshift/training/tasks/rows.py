@@ -78,7 +78,7 @@ class TaskRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInputs:
-    """What the examples of a task are made of: the rows, the model, and what the user says of both."""
+    """The rows of a task, the model, and what the user says of both."""
 
     source: ModelSource
     model_class: type[PreTrainedModel]
