@@ -128,10 +128,11 @@ def _gpu_rates(
     shares = _efficiencies_by_class(key)
     rates = gpu.peak
     memory_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
+    large_share = LARGE_GEMM_EFFICIENCY.get(key, DEFAULT_GEMM_EFFICIENCY)
     if measured is None:
-        shares = shares or (LARGE_GEMM_EFFICIENCY.get(key, DEFAULT_GEMM_EFFICIENCY),) * len(GEMM_CLASSES)
+        shares = shares or (large_share,) * len(GEMM_CLASSES)
     else:
-        best_share = max(shares, default=DEFAULT_GEMM_EFFICIENCY)
+        best_share = max(shares, default=large_share)
         rates, memory_share = _measured_or_listed(measured, gpu.peak, best_share, memory_share)
         # Large products were measured, so only the loss of smaller ones counts.
         shares = tuple(min(share / max(shares), 1.0) for share in shares)
