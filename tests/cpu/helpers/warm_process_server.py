@@ -100,6 +100,7 @@ def run_process(command: dict[str, Any], descriptors: list[int], begin: Begin, *
     code = 1
     is_interrupted = False
     try:
+        atexit._clear()
         if command["new_session"]:
             os.setsid()
         end_with(server)
@@ -107,7 +108,6 @@ def run_process(command: dict[str, Any], descriptors: list[int], begin: Begin, *
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.close(started)  # the caller may signal from now on, and SIGINT was ignored until here
-        atexit._clear()
         take_descriptors(dict(zip(command["descriptors"], descriptors, strict=True)))
         os.environ.clear()
         os.environ.update(command["environment"])

@@ -2,8 +2,8 @@
 
 A fork shares the server's modules, and torch's state after the imports. It has its own session, streams, descriptors, arguments,
 folder, environment, exit handlers and exit code. Its libraries log as little as those of upshift's own processes. ``Popen`` and
-``run`` start a new process in place of a fork if its imports would differ: because of cores, limits, options of Python, or variables
-that libraries read meanwhile. Tests of what a process imports, of its start, its memory or its death need a new process, too.
+``run`` start a new process if its imports would differ: because of cores, limits, options of Python, or variables that libraries
+read meanwhile. Tests of what a process imports, of its start, its memory or its death need a new process, too.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def text_of(file: IO[str]) -> str:
 
 
 def surroundings(environment: Mapping[str, str], taken: Sequence[str] = ()) -> tuple[object, ...]:
-    """Return what decides the imports of a new process, without the variables in ``taken``, and what it may use of the machine."""
+    """Return what decides the imports of a new process, but for the variables ``taken``, and what it may use of the machine."""
     names = [name for name in environment if name.startswith(READ_BY_IMPORTS) and name not in (*taken, *READ_WHEN_USED)]
     variables = {(name, environment[name]) for name in names} - SET_BY_COMMANDS
     cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
