@@ -1,5 +1,6 @@
-"""What every test has: no network, a cache folder of its own, an interrupt that is heard, a command line that is built once,
-property tests that time does not fail, and a garbage collector that runs seldom and leaves the libraries alone."""
+"""Keep tests off the network, give them a cache folder, let SIGINT interrupt them, and build the command line once.
+
+Property tests have no deadline. The garbage collector runs seldom, and does not visit the objects of libraries."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forked_commands() -> Iterator[WarmProcesses]:
     variables = pretended_gpus.environment(MOST_GPUS)
     path = os.pathsep.join([variables["PYTHONPATH"], str(HERE)])
-    commands = WarmProcesses("forked_command", variables | {"PYTHONPATH": path})
+    commands = WarmProcesses("forked_command", variables | {"PYTHONPATH": path}, taken=("OMP_NUM_THREADS", "PYTHONPATH"))
     yield commands
     commands.close()
 

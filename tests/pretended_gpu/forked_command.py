@@ -1,6 +1,6 @@
-"""What commands on pretended GPUs are forks of: a process that has imported everything (warm_processes.py).
+"""Import everything for the server that forks commands on pretended GPUs (warm_processes.py).
 
-The processes that a command starts are forks of another one that is like it, and has not used a GPU either.
+Each command has a server of its own, which forks the processes that the command starts. It has not used a GPU either.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -13,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +87,7 @@ class Server:
             os.close(read_end)
             run_process(command, descriptors[1:], self._begin, started=write_end, server=server)
         os.close(write_end)
-        os.read(read_end, 1)  # ends when the child has its session: its group can be killed from then on
+        os.read(read_end, 1)  # ends when the child has its session and hears SIGINT: it can be signalled from then on
         os.close(read_end)
         self._exits[child] = descriptors[0]
         for descriptor in descriptors[1:]:
@@ -94,17 +96,18 @@ class Server:
 
 
 def run_process(command: dict[str, Any], descriptors: list[int], begin: Begin, *, started: int, server: int) -> NoReturn:
-    """Become the process of the command, and end as Python ends. Exit handlers of libraries do not run."""
+    """Become the process of the command, and end as Python ends. Exit handlers of the server's imports do not run."""
     code = 1
     is_interrupted = False
     try:
+        atexit._clear()
         if command["new_session"]:
             os.setsid()
         end_with(server)
-        os.close(started)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(started)  # the caller may signal from now on, and SIGINT was ignored until here
         take_descriptors(dict(zip(command["descriptors"], descriptors, strict=True)))
         os.environ.clear()
         os.environ.update(command["environment"])
@@ -120,13 +123,30 @@ def run_process(command: dict[str, Any], descriptors: list[int], begin: Begin, *
     except BaseException:  # a fork never returns into the server's code
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):  # nobody reads what it printed
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if is_interrupted:  # as Python itself ends then
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_process(code, is_interrupted)
+
+
+def end_process(code: int, is_interrupted: bool) -> NoReturn:
+    """Do what Python does at its end (Py_FinalizeEx): join threads, run the process's own exit handlers, flush its streams."""
+    try:
+        for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
+            try:
+                step()
+            except BaseException:  # Python prints it, too, and goes on
+                traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if is_interrupted:
             os.kill(os.getpid(), signal.SIGINT)
+    finally:  # a fork never returns into the server's code
         os._exit(code)
+
+
+def flush() -> None:
+    """Write what Python's streams still hold. A script may have closed a stream, or removed it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            with contextlib.suppress(OSError):  # nobody reads what it printed
+                stream.flush()
 
 
 def take_descriptors(received: dict[int, int]) -> None:

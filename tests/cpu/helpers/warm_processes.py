@@ -1,9 +1,9 @@
 """Processes of Python in forks of one process that has imported everything: importing it takes five seconds of a core.
 
-Shared are the modules that the server has imported, torch's state after the imports among them. The fork's own are its session,
-its streams and descriptors, its arguments, its folder, its environment and its exit code. A process is new if its imports would
-differ: because of cores, limits, options of Python, or variables that libraries read meanwhile. Tests of what a process imports,
-of its start, its memory or its death need a new process, too.
+A fork shares the server's modules, and torch's state after the imports. It has its own session, streams, descriptors, arguments,
+folder, environment, exit handlers and exit code. Its libraries log as little as those of upshift's own processes. ``Popen`` and
+``run`` start a new process if its imports would differ: because of cores, limits, options of Python, or variables that libraries
+read meanwhile. Tests of what a process imports, of its start, its memory or its death need a new process, too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,10 +34,22 @@ from upshift.parent_process import end_with
 
 SERVER = Path(__file__).with_name("warm_process_server.py")
 MESSAGE_BYTES = 64
+READ_BYTES = 2**16
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
-# What libraries read while they are imported. Upshift and its libraries set others meanwhile, which they read when they use them.
-READ_BY_IMPORTS = ("ATEN_", "DNNL_", "HF_HOME", "HF_HUB_OFFLINE", "LD_", "MKL_", "OMP_", "PYTHON")
-INTERPRETER_OPTIONS = ("-I", "-P", "-S", "-X", "-u")
+# Python and libraries read variables whose names begin so while they start or are imported. Left out are others that imports
+# read, but that tests set for what happens later, such as CI and COLUMNS.
+READ_BY_IMPORTS = (
+    "AOTINDUCTOR_", "AOT_", "ATEN_", "DATASETS_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "INDUCTOR_",
+    "KINETO_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PANDAS_", "PYTHON",
+    "PYTORCH_", "SYMPY_", "TMPDIR", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_CACHE_HOME",
+)  # fmt: skip
+READ_WHEN_USED = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it for itself
+# Upshift's commands set these for themselves if nobody has, also in the process of the tests (upshift.settings).
+SET_BY_COMMANDS = {
+    ("GOMP_SPINCOUNT", "20000"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("KINETO_LOG_LEVEL", "99"),
+    ("TRANSFORMERS_VERBOSITY", "error"),
+}  # fmt: skip
+RUN_BY_FORKS = ("-m", "-c")  # other options are the interpreter's own
 Stream = int | IO[Any] | None
 
 
@@ -48,39 +62,62 @@ class WarmProcess:
         self.returncode: int | None = None
         self._ended = ended
         self._lock = threading.Lock()
+        self._written: dict[IO[Any], bytes] = {}
+        weakref.finalize(self, os.close, ended)  # not earlier: another thread may wait for it
 
     def poll(self) -> int | None:
-        return self._read_exit_code(0.0)
+        """Return the exit code, or None. As subprocess does, return None while another caller reads the code.
 
-    def wait(self, timeout: float | None = None) -> int:
-        code = self._read_exit_code(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return code
-
-    def _read_exit_code(self, seconds: float | None) -> int | None:
-        with self._lock:
-            if self.returncode is None and select.select([self._ended], [], [], seconds)[0]:
-                code = os.read(self._ended, MESSAGE_BYTES)
-                self.returncode = int(code) if code else -signal.SIGKILL  # no code: the server was killed, and this with it
-                os.close(self._ended)
+        A handler of a signal may call this while the same thread waits, so it never waits for the lock."""
+        if self.returncode is None and self._lock.acquire(blocking=False):
+            try:
+                if self.returncode is None and select.select([self._ended], [], [], 0.0)[0]:
+                    code = os.read(self._ended, MESSAGE_BYTES)
+                    self.returncode = int(code) if code else -signal.SIGKILL  # no code: the server was killed, and this with it
+            finally:
+                self._lock.release()
         return self.returncode
 
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            select.select([self._ended], [], [], self._seconds_until(end, timeout))
+        return code
+
+    def _seconds_until(self, end: float | None, timeout: float | None) -> float | None:
+        """Return the seconds that are left, or None without a limit. Raise TimeoutExpired at the end."""
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return left
+
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Return what the process writes into its pipes until it ends."""
-        with ThreadPoolExecutor(2) as pool:
-            reads = [None if stream is None else pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
-            try:
-                self.wait(timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.pid, signal.SIGKILL)  # else the pool would wait for what the process writes
-                raise
-            stdout, stderr = (None if read is None else read.result() for read in reads)
+        """Close the process's input, and return what it writes into its pipes until it ends.
+
+        After TimeoutExpired the process runs on, and another call also returns what was read before, as subprocess does."""
+        end = None if timeout is None else time.monotonic() + timeout
+        if self.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.stdin.close()
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        while is_open := [stream for stream in streams if not stream.closed]:
+            for stream in select.select(is_open, [], [], self._seconds_until(end, timeout))[0]:
+                read = os.read(stream.fileno(), READ_BYTES)
+                self._written[stream] = self._written.get(stream, b"") + read
+                if not read:
+                    stream.close()
+        self.wait(None if end is None else max(0.0, end - time.monotonic()))
+        stdout, stderr = (None if stream is None else self._content(stream) for stream in (self.stdout, self.stderr))
         return stdout, stderr
+
+    def _content(self, stream: IO[Any]) -> Any:
+        written = self._written.get(stream, b"")
+        return TextIOWrapper(BytesIO(written), stream.encoding).read() if isinstance(stream, TextIOWrapper) else written
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the server has seen its end, and its exit code comes
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -93,14 +130,18 @@ class WarmProcesses:
     """Stands for ``subprocess`` where upshift starts processes of Python.
 
     ``module``: what the server imports. Its ``begin`` runs first in each process. ``variables``: what the server's environment
-    has besides this process's. The server has the environment of now, although it starts with the first fork."""
+    has besides this process's. ``taken``: the variables that ``begin`` takes from each process's environment, so that they may
+    differ from the server's. The server has the environment of now, although it starts with the first fork."""
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
-    def __init__(self, module: str = "warm_imports", variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str = "warm_imports", variables: Mapping[str, str] | None = None, *, taken: Sequence[str] = ()
+    ) -> None:
         self._module = module
+        self._taken = taken
         self._environment = {**os.environ, **(variables or {})}
-        self._surroundings = surroundings(self._environment)
+        self._surroundings = surroundings(self._environment, taken)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_forked = False
@@ -108,10 +149,11 @@ class WarmProcesses:
 
     def Popen(self, command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[Any]:  # noqa: N802
         """Start a fork, or a new process where a fork would be another one."""
-        environment = {**(options.get("env") or os.environ)}
+        given = options.get("env")
+        environment = {**(os.environ if given is None else given)}
         program, first, *_ = command
-        is_new = program != sys.executable or first in INTERPRETER_OPTIONS
-        if is_new or surroundings(environment) != self._surroundings:
+        is_new = program != sys.executable or (first.startswith("-") and first not in RUN_BY_FORKS)
+        if is_new or surroundings(environment, self._taken) != self._surroundings:
             return subprocess.Popen(command, **options)
         return self.start(list(command[1:]), environment=environment, **{key: options[key] for key in options if key != "env"})
 
@@ -149,16 +191,18 @@ class WarmProcesses:
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Return the exit code of ``python ARGUMENTS`` and what it printed. Kill it and fail after ``timeout`` seconds."""
-        command = [*map(str, arguments)]
-        variables = os.environ if environment is None else environment
+        command = [sys.executable, *map(str, arguments)]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = self.start(command, environment=variables, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
+            process = self.Popen(
+                command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                raise AssertionError(f"{command} took longer than {timeout} s\n{text_of(err)[-5000:]}") from None
+                raise AssertionError(f"{command[1:]} took longer than {timeout} s\n{text_of(err)[-5000:]}") from None
             return subprocess.CompletedProcess(command, process.wait(), text_of(out), text_of(err))
 
     def _send(self, message: str, descriptors: Sequence[int]) -> int:
@@ -250,9 +294,10 @@ def text_of(file: IO[str]) -> str:
     return file.read()
 
 
-def surroundings(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what decides the imports of a new process, and what it may use of the machine."""
-    variables = {(name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
+def surroundings(environment: Mapping[str, str], taken: Sequence[str] = ()) -> tuple[object, ...]:
+    """Return what decides the imports of a new process, but for the variables ``taken``, and what it may use of the machine."""
+    names = [name for name in environment if name.startswith(READ_BY_IMPORTS) and name not in (*taken, *READ_WHEN_USED)]
+    variables = {(name, environment[name]) for name in names} - SET_BY_COMMANDS
     cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     group = Path("/proc/self/cgroup")
     return (
