@@ -168,7 +168,74 @@ def test_a_template_that_writes_no_row_is_named(model: str, tmp_path: Path, capl
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the model writes"}] * 4)
     data = prepared(model, str(texts), "chatml")
     assert data.tokenizer is not None and data.tokenizer.chat_template == NAMED
-    assert f"{texts} has no chats that --chat-template writes; the template is only saved with the model" in caplog.messages
+    words = f"--chat-template writes no row of {texts}, so the model does not learn its form"
+    assert any(message.startswith(words) for message in caplog.messages)
+
+
+def as_message(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+TEXTS = (("which river", "the north"), ("every road", "a short answer"), ("to trees", "rivers and roads"))
+ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+ROWS = {  # of plain texts, by the objective that learns from them
+    None: [{"prompt": prompt, "completion": answer} for prompt, answer in TEXTS],
+    "kto": [{"prompt": prompt, "completion": answer, "label": answer != "the north"} for prompt, answer in TEXTS],
+    "dpo": [{"prompt": prompt, "chosen": answer, "rejected": "about"} for prompt, answer in TEXTS],
+    "reward": [{"prompt": prompt, "chosen": answer, "rejected": "about"} for prompt, answer in TEXTS],
+}
+
+
+def with_messages(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: as_message(ROLES[name], value) if name in ROLES else value for name, value in row.items()}
+
+
+def tokens_of(model: str, data: Path | str, template: str | None, objective: Any = None) -> tuple[list[int], Any]:
+    options = DataOptions(chat_template=template, objective=objective, eval_size=0)
+    source = find_model_to_train(model, has_reward_head=objective == "reward")
+    training = prepare_data(source, str(data), sequence_length=128, options=options).training
+    return training.tokens.tolist(), None if training.labels is None else training.labels.tolist()
+
+
+@pytest.mark.parametrize("objective", ROWS)
+@pytest.mark.parametrize("form", ["jsonl", "csv", "described"])
+def test_plain_texts_are_the_turns_of_a_given_template(objective: Any, form: str, model: str, tmp_path: Path) -> None:
+    rows = ROWS[objective]
+    expected = tokens_of(
+        model, write_jsonl(tmp_path / "messages.jsonl", [with_messages(row) for row in rows]), "chatml", objective
+    )
+    data: Path | str = tmp_path / "rows.csv"
+    if form == "csv":
+        lines = [",".join(map(str, values)) for values in (rows[0], *(row.values() for row in rows))]
+        Path(data).write_text("\n".join(lines) + "\n")
+    elif form == "jsonl":
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    else:
+        theirs = write_jsonl(tmp_path / "theirs.jsonl", [{f"my {name}": value for name, value in row.items()} for row in rows])
+        data = json.dumps([{"path": str(theirs), "columns": {name: f"my {name}" for name in rows[0]}}])
+    assert tokens_of(model, data, "chatml", objective) == expected
+
+
+def test_plain_texts_without_a_given_template_are_joined(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS[None])
+    tokenizer = byte_level_tokenizer(None)
+    tokens, labels = tokens_of(model, data, None)
+    assert tokenizer.decode(tokens) == "".join(f"<s>{prompt}{answer}</s>" for prompt, answer in TEXTS)
+    assert labels is not None and any("joined as they are" in message for message in caplog.messages)
+    caplog.clear()
+    tokens, labels = tokens_of(model, data, "chatml")
+    learned = [token for token, label in zip(tokens, labels, strict=True) if label != -100]
+    assert tokenizer.decode(learned) == "".join(f"{answer}<|im_end|>\n" for _, answer in TEXTS)
+    assert any("--chat-template writes a plain text of a prompt as the user's turn" in message for message in caplog.messages)
+    described = json.dumps([{"path": str(data), "template": "axolotl/passthrough.default"}])  # this data set stays text
+    assert tokens_of(model, described, "chatml") == tokens_of(model, data, None)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_texts_without_a_prompt_have_no_turns(objective: Any, model: str, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"chosen": "the road north", "rejected": "the road"}])
+    with pytest.raises(RequestError, match="rows.jsonl:1 has no column 'prompt', .* or leave --chat-template out"):
+        tokens_of(model, data, "chatml", objective)
 
 
 REFUSED = {

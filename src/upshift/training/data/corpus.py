@@ -214,6 +214,7 @@ def read_corpus(
     pair_objective: PairObjective | None = None,
     rows: RowSlice | None = None,
     reader: RowReader | None = None,
+    writes_turns: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -229,10 +230,11 @@ def read_corpus(
         pair_objective: the objective that learns from pairs of answers, if the rows are such pairs.
         rows: the split to train on, or a part of it. None: the split for training, or all rows.
         reader: what reads the rows of a described data set.
+        writes_turns: the chat template writes plain texts of a prompt and an answer as turns. False: they are joined.
     """
     check_data_format(text_column, data_format, pair_objective=pair_objective)
     path = existing_path(path)
-    selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader)
+    selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader, writes_turns)
     if is_saved_dataset(path):
         documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
     else:
@@ -306,6 +308,7 @@ class _Selection(NamedTuple):
     pair_objective: PairObjective | None
     rows: RowSlice | None = None  # None: all of the split that is meant
     reader: RowReader | None = None
+    writes_turns: bool = False
 
     @property
     def split(self) -> str | None:
@@ -403,7 +406,13 @@ class _ColumnChooser:
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder
-            self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
+            self.columns = replace(
+                found,
+                has_labels=has_labels,
+                has_mask=MASK in names,
+                is_pair=is_pair,
+                writes_turns=self._selection.writes_turns,
+            )
             self._documents.columns = self.columns
         assert self.columns is not None
         self._documents.add_column_names(data_names)

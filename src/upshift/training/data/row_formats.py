@@ -91,6 +91,7 @@ class Columns:
     is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
     objective: PairObjective | None = None  # of preferences
     fields: tuple[str, ...] | None = None  # the columns that a template reads; None: those of the format
+    writes_turns: bool = False  # the chat template writes a prompt and an answer of plain text as turns; False: they are joined
 
     @property
     def is_chat(self) -> bool:
