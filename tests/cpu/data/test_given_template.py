@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,31 @@ def test_templates_that_take_parts_or_need_a_system_message_are_taken(model: str
     demanding = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     with pytest.raises(RequestError, match="no system"):  # the row's fault, and not the template's
         prepared(model, chats, demanding)
+
+
+TURNS_THAT_END = "{%- for m in messages %}{{- m.role + ': ' }}ANSWER{%- endfor %}"
+UNMARKED = (
+    "{%- if m.role == 'assistant' %}{%- generation %}{{- m.content }}{%- endgeneration %}{{- 'END' }}"
+    "{%- else %}{{- m.content }}{%- endif %}"
+)
+ENDS = {  # what the template writes for a turn, and what the message says; None: no message
+    "special": ("{{- m.content + '<|im_end|>\n' }}", None),
+    "EOS": ("{{- m.content + eos_token }}", None),
+    "ordinary": (
+        "{{- m.content + '\n###\n' }}",
+        r"ends the assistant's turn with '###', .* 3 ordinary tokens.*--stop '###'.*such as </s>",
+    ),
+    "nothing": ("{{- m.content + '\n' }}", "writes nothing after the assistant's turn, so the model does not learn to stop"),
+    "outside": (
+        UNMARKED.replace("END", "<|im_end|>"),
+        r"writes '<\|im_end\|>' after .* leave it out, .*; put it within the marks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_turn_ends_is_said_with_what_to_do(name: str, model: str, chats: str, caplog: pytest.LogCaptureFixture) -> None:
+    turn, expected = ENDS[name]
+    prepared(model, chats, TURNS_THAT_END.replace("ANSWER", turn))
+    said = [message for message in caplog.messages if "the assistant's turn" in message and "chat template" in message]
+    assert len(said) == (expected is not None) and all(re.search(str(expected), message) for message in said), said

@@ -380,8 +380,10 @@ class _ColumnChooser:
             raise _nothing_to_read(row, place)
         return reader.read(renamed, columns, place)
 
-    def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
-        """Return the columns to read. ``empty`` has the columns without a value."""
+    def choose(
+        self, names: Collection[str], empty: Collection[str], origin: str, sample: Mapping[str, Any] | None = None
+    ) -> Columns:
+        """Return the columns to read. ``empty`` has the columns without a value. ``sample``: a row, for messages."""
         reader = self._selection.reader
         data_names = names
         if reader is not None:
@@ -403,6 +405,7 @@ class _ColumnChooser:
                 empty=empty,
                 origin=origin,
                 pair_objective=self._selection.pair_objective,
+                sample=sample,
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder
@@ -424,7 +427,7 @@ class _ColumnChooser:
 
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
-        columns = self.choose(schema.names, empty, origin)
+        columns = self.choose(schema.names, empty, origin, _messages_of_schema(schema))
         reader = self._selection.reader
         if columns.is_chat:
             needed = columns.of_chat(schema.names) if reader is None else reader.needed_of(schema.names, columns)
@@ -437,6 +440,14 @@ class _ColumnChooser:
             return [columns.name]
         lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
         return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
+
+
+def _messages_of_schema(schema: Any) -> dict[str, Any]:
+    """Return a message with the fields of each column of lists of structs."""
+    import pyarrow.types as kinds
+
+    structs = {field.name: field.type.value_type for field in schema if is_list(field.type)}
+    return {name: [{field.name: "" for field in kind}] for name, kind in structs.items() if kinds.is_struct(kind)}
 
 
 def _nothing_to_read(names: Collection[str], origin: str) -> RequestError:
@@ -476,7 +487,7 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
         if chooser.columns is None and not chooser.is_named:
             refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        yield place, chooser.read_row(row, chooser.choose(row, empty, place), place)
+        yield place, chooser.read_row(row, chooser.choose(row, empty, place, row), place)
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -240,7 +240,7 @@ def read_image_chat(row: TaskRow, options: DataOptions) -> tuple[Chat | None, tu
     found: list[Any] = []
     marked = {name: _mark_places(value, found, has_column=bool(column)) for name, value in fields.items()}
     empty = [name for name, value in marked.items() if value is None]
-    columns = find_format(marked, text_column=None, data_format=options.data_format, empty=empty, origin=row.place)
+    columns = find_format(marked, text_column=None, data_format=options.data_format, empty=empty, origin=row.place, sample=marked)
     columns = replace(columns, writes_turns=options.chat_template is not None)
     if not columns.is_chat or columns.format == "segments":
         raise RequestError(
