@@ -227,8 +227,8 @@ def _texts_as_turns(prompt: str | None, chosen: Any, rejected: Any, place: str) 
             f"{place} has no column 'prompt', so there is no text for the user's turn, which --chat-template writes; give the "
             "prompt in a column of its own, or leave --chat-template out"
         )
-    answers = (_as_turn(ASSISTANT, answer) if answer else answer for answer in (chosen, rejected))
-    return _as_turn("user", prompt), *answers
+    first, second = (_as_turn(ASSISTANT, answer) if answer else answer for answer in (chosen, rejected))
+    return _as_turn("user", prompt), first, second
 
 
 def _read_rating(record: Mapping[str, Any], place: str) -> bool:

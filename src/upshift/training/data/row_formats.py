@@ -78,9 +78,7 @@ SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the me
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
 ))  # fmt: skip
 QUESTIONS = ("prompt", "instruction", "question", "query", "user", "human", "request", "problem", "input", "q")
-ANSWERS = (
-    "completion", "output", "answer", "response", "assistant", "reply", "gpt", "bot", "solution", "target", "a",
-)  # fmt: skip
+ANSWERS = ("completion", "output", "answer", "response", "assistant", "reply", "gpt", "bot", "solution", "target", "a")
 MESSAGE_FIELDS = (("role", "content"), ("from", "value"))  # of a message alone, in place of a chat
 _COLUMN_OF = dict(zip(MESSAGE_FIELDS, ("messages", "conversations"), strict=True))
 LAYOUTS = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
