@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -50,8 +50,8 @@ LAYOUTS = (
 )
 
 
-def plan_with(**fields: object) -> Plan:
-    usual = {"device": "cpu", "host": "host", "model": "model", "sequence_length": 64, "activation_checkpointing": 2}
+def plan_with(**fields: Any) -> Plan:
+    usual: dict[str, Any] = {"device": "cpu", "host": "host", "model": "model", "sequence_length": 64, "activation_checkpointing": 2}
     return Plan.model_construct(**{**usual, "per_device_train_batch_size": 1, "num_processes": 2, **fields})
 
 

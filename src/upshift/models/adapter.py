@@ -93,6 +93,8 @@ def _without_lora_in_head(adapter: dict[str, Any], paths: list[str]) -> dict[str
 
     peft puts no LoRA into the modules that the config names. Without these names it would put LoRA into the head, and could then
     not train the head whole. Some tasks add the head too late, and ``pre_classifier`` also ends in ``classifier``."""
+    if not adapter.get("target_modules"):  # such as prefix tuning, which puts no layers into the model
+        return adapter
     saved = adapter.get("modules_to_save") or []
     added = [name for name in _heads_trained_whole(adapter, paths) if name not in saved]
     return adapter | {"modules_to_save": [*saved, *added]} if added else adapter

@@ -19,6 +19,8 @@ from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.joined import read_data
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import TokenizedCorpus
+from upshift.training.tasks.chats import read_image_chat
+from upshift.training.tasks.rows import TaskRow
 
 NAMED = CHAT_TEMPLATES["chatml"]
 TEMPLATES = {"text": CHATML, "marked": MARKED, "chatml": NAMED}
@@ -179,7 +181,7 @@ def as_message(role: str, text: str) -> list[dict[str, str]]:
 
 TEXTS = (("which river", "the north"), ("every road", "a short answer"), ("to trees", "rivers and roads"))
 ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
-ROWS = {  # of plain texts, by the objective that learns from them
+ROWS: dict[str | None, list[dict[str, Any]]] = {  # of plain texts, by the objective that learns from them
     None: [{"prompt": prompt, "completion": answer} for prompt, answer in TEXTS],
     "kto": [{"prompt": prompt, "completion": answer, "label": answer != "the north"} for prompt, answer in TEXTS],
     "dpo": [{"prompt": prompt, "chosen": answer, "rejected": "about"} for prompt, answer in TEXTS],
@@ -310,3 +312,19 @@ def test_how_a_turn_ends_is_said_with_what_to_do(name: str, model: str, chats: s
     prepared(model, chats, TURNS_THAT_END.replace("ANSWER", turn))
     said = [message for message in caplog.messages if "the assistant's turn" in message and "chat template" in message]
     assert len(said) == (expected is not None) and all(re.search(str(expected), message) for message in said), said
+
+
+def test_plain_texts_beside_an_image_are_turns_with_a_given_template() -> None:
+    picture = {"type": "image", "path": "cat.png"}
+    row = TaskRow("rows.jsonl:1", {"prompt": "<image>which river", "completion": "the north", "image": "cat.png"}, Path())
+    chat, images = read_image_chat(row, DataOptions(chat_template="chatml"))
+    messages = [as_parts("user", picture, "which river"), as_parts("assistant", "the north")]
+    same, _ = read_image_chat(TaskRow(row.place, {"messages": messages}, Path()), DataOptions())
+    assert chat is not None and same is not None and len(images) == 1
+    assert chat.messages == same.messages and chat.num_prompt_messages == 1
+    with pytest.raises(RequestError, match="rows.jsonl:1 holds a prompt and a completion of plain text.*or add --chat-template"):
+        read_image_chat(row, DataOptions())
+
+
+def as_parts(role: str, *parts: Any) -> dict[str, Any]:
+    return {"role": role, "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]}
