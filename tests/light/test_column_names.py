@@ -12,7 +12,7 @@ from upshift.training.data.row_formats import find_format
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-RENAMED = {  # a row -> the format that the message leads to
+RENAMED: dict[str, tuple[dict[str, Any], str]] = {  # a row -> the format that the message leads to
     "question, answer": ({"question": "a", "answer": "b"}, "alpaca"),
     "user, assistant": ({"user": "a", "assistant": "b", "id": 1}, "alpaca"),
     "capitals": ({"Question": "a", "Answer": "b"}, "alpaca"),

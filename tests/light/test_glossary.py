@@ -51,7 +51,13 @@ LAYOUTS = (
 
 
 def plan_with(**fields: Any) -> Plan:
-    usual: dict[str, Any] = {"device": "cpu", "host": "host", "model": "model", "sequence_length": 64, "activation_checkpointing": 2}
+    usual: dict[str, Any] = {
+        "device": "cpu",
+        "host": "host",
+        "model": "model",
+        "sequence_length": 64,
+        "activation_checkpointing": 2,
+    }
     return Plan.model_construct(**{**usual, "per_device_train_batch_size": 1, "num_processes": 2, **fields})
 
 
