@@ -166,6 +166,9 @@ def test_tokens_that_end_turns_and_pairs_with_a_prompt_become_descriptions(tmp_p
         assert json.loads(found["data"]) == [{"path": "p", "format": "preference", "template": f"axolotl/{name}"}]
     texts = options(tmp_path, datasets=[{"path": "p", "type": "passthrough"}], rl="dpo")
     assert texts["data"] == "p" and texts["data_format"] == "preference"
+    texts = options(tmp_path, datasets=[{"path": "p", "type": "passthrough"}], rl="dpo", chat_template="chatml")
+    (entry,) = json.loads(texts["data"])  # it stays text: the template is only saved
+    assert entry == {"path": "p", "format": "preference", "template": "axolotl/passthrough.default"}
 
 
 def test_evaluation_data_of_the_same_rows_is_a_path(tmp_path: Path) -> None:

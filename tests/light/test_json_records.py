@@ -80,14 +80,14 @@ def test_an_array_in_one_line_is_read_in_parts(tmp_path):
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ('{"text": "two" "three"}', "Expecting ',' delimiter"),
-        ('{"text": "two\nthree"}', "Invalid control character"),
-        ('{text: "two"}', "Expecting property name"),
+        ('{"text": "two" "three"}', "a comma or a closing bracket is missing"),
+        ('{"text": "two\nthree"}', "a text holds a line break"),
+        ('{text: "two"}', "a name in double quotes is missing"),
         ('{"text": "two", "text": "three"}', "'text' is given twice"),
-        ('{"text": two}', "Expecting value"),
-        ('{"text": "two}', "Expecting ',' delimiter"),
-        ('{"text": "\\x"}', "Invalid \\\\escape"),
-        ('{"text": "two"', "Expecting property name"),
+        ('{"text": two}', "a value is missing"),
+        ('{"text": "two}', "a comma or a closing bracket is missing"),
+        ('{"text": "\\x"}', "that begins no character of JSON"),
+        ('{"text": "two"', "a name in double quotes is missing"),
     ],
 )
 def test_a_mistake_is_found_without_reading_on(second, reason, tmp_path):

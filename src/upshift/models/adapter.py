@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
-from upshift.models.source import ALL_LINEAR, TASK_OF_HEAD, AdapterOptions, ModelSource
+from upshift.models.source import ALL_LINEAR, HEADS_OF_TASK, TASK_OF_HEAD, AdapterOptions, ModelSource
 from upshift.models.tracing.images import choose_image_class
 from upshift.text import one_line
 
@@ -71,6 +71,7 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
                     f"--lora-modules-to-save {saved}: {path} is stored in 4 bits, and such weights are never trained themselves; "
                     "leave it out, or train without --load-in-4bit"
                 )
+    adapter = _without_lora_in_head(adapter, [path for path, _ in model.named_modules()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about a property that transformers renamed, and about unknown layer types
         try:
@@ -85,6 +86,24 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
                 f"name other modules ({option})"
             ) from None
     return peft_model
+
+
+def _without_lora_in_head(adapter: dict[str, Any], paths: list[str]) -> dict[str, Any]:
+    """Return a peft config that names every module that peft trains whole for the adapter's task.
+
+    peft puts no LoRA into the modules that the config names. Without these names it would put LoRA into the head, and could then
+    not train the head whole. Some tasks add the head too late, and ``pre_classifier`` also ends in ``classifier``."""
+    if not adapter.get("target_modules"):  # such as prefix tuning, which puts no layers into the model
+        return adapter
+    saved = adapter.get("modules_to_save") or []
+    added = [name for name in _heads_trained_whole(adapter, paths) if name not in saved]
+    return adapter | {"modules_to_save": [*saved, *added]} if added else adapter
+
+
+def _heads_trained_whole(adapter: dict[str, Any], paths: list[str]) -> list[str]:
+    """Return the paths of the modules that peft trains whole for the adapter's task, because their ends are names of heads."""
+    names = HEADS_OF_TASK.get(adapter.get("task_type") or "", ())
+    return [path for path in paths if any(_is_saved(path, name) for name in names)]
 
 
 def _class_to_train(source: ModelSource) -> type[PreTrainedModel]:
@@ -165,11 +184,22 @@ def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: Ad
         _check_saved(name, modules)
     for name in targets:
         _check_target(name, modules)
-        inside = [saved for saved in options.lora_modules_to_save if _is_inside(paths, name, saved)]
-        if inside:
-            raise RequestError(
-                f"--lora-target {name} is within --lora-modules-to-save {inside[0]}, which is trained whole; leave out one"
-            )
+        _check_not_whole(name, paths, source.adapter or {}, options)
+
+
+def _check_not_whole(target: str, paths: list[str], adapter: dict[str, Any], options: AdapterOptions) -> None:
+    """Raise RequestError if a target is in a module that is trained whole: one that the user named, or the model's head."""
+    inside = next((saved for saved in options.lora_modules_to_save if _is_inside(paths, target, saved)), None)
+    if inside is not None:
+        raise RequestError(
+            f"--lora-target {target} is within --lora-modules-to-save {inside}, which is trained whole; leave out one"
+        )
+    heads = [*(adapter.get("modules_to_save") or ()), *_heads_trained_whole(adapter, paths)]
+    head = next((name for name in heads if _is_inside(paths, target, name)), None)
+    if head is not None:
+        raise RequestError(
+            f"--lora-target {target} is in the head {head}, which is trained whole beside LoRA; leave {target} out"
+        )
 
 
 def _target_names(paths: list[str], source: ModelSource, options: AdapterOptions) -> tuple[str, ...]:

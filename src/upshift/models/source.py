@@ -40,6 +40,11 @@ TASK_OF_HEAD = {  # with the task, peft trains such a head whole next to the ada
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
+HEADS_OF_TASK = {  # the names of the modules that peft then trains whole (peft/peft_model.py)
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
 QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:2305.14314)
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,

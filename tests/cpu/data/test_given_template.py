@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.joined import read_data
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import TokenizedCorpus
+from upshift.training.tasks.chats import read_image_chat
+from upshift.training.tasks.rows import TaskRow
 
 NAMED = CHAT_TEMPLATES["chatml"]
 TEMPLATES = {"text": CHATML, "marked": MARKED, "chatml": NAMED}
@@ -168,7 +171,74 @@ def test_a_template_that_writes_no_row_is_named(model: str, tmp_path: Path, capl
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the model writes"}] * 4)
     data = prepared(model, str(texts), "chatml")
     assert data.tokenizer is not None and data.tokenizer.chat_template == NAMED
-    assert f"{texts} has no chats that --chat-template writes; the template is only saved with the model" in caplog.messages
+    words = f"--chat-template writes no row of {texts}, so the model does not learn its form"
+    assert any(message.startswith(words) for message in caplog.messages)
+
+
+def as_message(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+TEXTS = (("which river", "the north"), ("every road", "a short answer"), ("to trees", "rivers and roads"))
+ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+ROWS: dict[str | None, list[dict[str, Any]]] = {  # of plain texts, by the objective that learns from them
+    None: [{"prompt": prompt, "completion": answer} for prompt, answer in TEXTS],
+    "kto": [{"prompt": prompt, "completion": answer, "label": answer != "the north"} for prompt, answer in TEXTS],
+    "dpo": [{"prompt": prompt, "chosen": answer, "rejected": "about"} for prompt, answer in TEXTS],
+    "reward": [{"prompt": prompt, "chosen": answer, "rejected": "about"} for prompt, answer in TEXTS],
+}
+
+
+def with_messages(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: as_message(ROLES[name], value) if name in ROLES else value for name, value in row.items()}
+
+
+def tokens_of(model: str, data: Path | str, template: str | None, objective: Any = None) -> tuple[list[int], Any]:
+    options = DataOptions(chat_template=template, objective=objective, eval_size=0)
+    source = find_model_to_train(model, has_reward_head=objective == "reward")
+    training = prepare_data(source, str(data), sequence_length=128, options=options).training
+    return training.tokens.tolist(), None if training.labels is None else training.labels.tolist()
+
+
+@pytest.mark.parametrize("objective", ROWS)
+@pytest.mark.parametrize("form", ["jsonl", "csv", "described"])
+def test_plain_texts_are_the_turns_of_a_given_template(objective: Any, form: str, model: str, tmp_path: Path) -> None:
+    rows = ROWS[objective]
+    expected = tokens_of(
+        model, write_jsonl(tmp_path / "messages.jsonl", [with_messages(row) for row in rows]), "chatml", objective
+    )
+    data: Path | str = tmp_path / "rows.csv"
+    if form == "csv":
+        lines = [",".join(map(str, values)) for values in (rows[0], *(row.values() for row in rows))]
+        Path(data).write_text("\n".join(lines) + "\n")
+    elif form == "jsonl":
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    else:
+        theirs = write_jsonl(tmp_path / "theirs.jsonl", [{f"my {name}": value for name, value in row.items()} for row in rows])
+        data = json.dumps([{"path": str(theirs), "columns": {name: f"my {name}" for name in rows[0]}}])
+    assert tokens_of(model, data, "chatml", objective) == expected
+
+
+def test_plain_texts_without_a_given_template_are_joined(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS[None])
+    tokenizer = byte_level_tokenizer(None)
+    tokens, labels = tokens_of(model, data, None)
+    assert tokenizer.decode(tokens) == "".join(f"<s>{prompt}{answer}</s>" for prompt, answer in TEXTS)
+    assert labels is not None and any("joined as they are" in message for message in caplog.messages)
+    caplog.clear()
+    tokens, labels = tokens_of(model, data, "chatml")
+    learned = [token for token, label in zip(tokens, labels, strict=True) if label != -100]
+    assert tokenizer.decode(learned) == "".join(f"{answer}<|im_end|>\n" for _, answer in TEXTS)
+    assert any("--chat-template writes a plain text of a prompt as the user's turn" in message for message in caplog.messages)
+    described = json.dumps([{"path": str(data), "template": "axolotl/passthrough.default"}])  # this data set stays text
+    assert tokens_of(model, described, "chatml") == tokens_of(model, data, None)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_texts_without_a_prompt_have_no_turns(objective: Any, model: str, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"chosen": "the road north", "rejected": "the road"}])
+    with pytest.raises(RequestError, match="rows.jsonl:1 has no column 'prompt', .* or leave --chat-template out"):
+        tokens_of(model, data, "chatml", objective)
 
 
 REFUSED = {
@@ -214,3 +284,47 @@ def test_templates_that_take_parts_or_need_a_system_message_are_taken(model: str
     demanding = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     with pytest.raises(RequestError, match="no system"):  # the row's fault, and not the template's
         prepared(model, chats, demanding)
+
+
+TURNS_THAT_END = "{%- for m in messages %}{{- m.role + ': ' }}ANSWER{%- endfor %}"
+UNMARKED = (
+    "{%- if m.role == 'assistant' %}{%- generation %}{{- m.content }}{%- endgeneration %}{{- 'END' }}"
+    "{%- else %}{{- m.content }}{%- endif %}"
+)
+ENDS = {  # what the template writes for a turn, and what the message says; None: no message
+    "special": ("{{- m.content + '<|im_end|>\n' }}", None),
+    "EOS": ("{{- m.content + eos_token }}", None),
+    "ordinary": (
+        "{{- m.content + '\n###\n' }}",
+        r"ends the assistant's turn with '###', .* 3 ordinary tokens.*--stop '###'.*such as </s>",
+    ),
+    "nothing": ("{{- m.content + '\n' }}", "writes nothing after the assistant's turn, so the model does not learn to stop"),
+    "outside": (
+        UNMARKED.replace("END", "<|im_end|>"),
+        r"writes '<\|im_end\|>' after .* leave it out, .*; put it within the marks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_turn_ends_is_said_with_what_to_do(name: str, model: str, chats: str, caplog: pytest.LogCaptureFixture) -> None:
+    turn, expected = ENDS[name]
+    prepared(model, chats, TURNS_THAT_END.replace("ANSWER", turn))
+    said = [message for message in caplog.messages if "the assistant's turn" in message and "chat template" in message]
+    assert len(said) == (expected is not None) and all(re.search(str(expected), message) for message in said), said
+
+
+def test_plain_texts_beside_an_image_are_turns_with_a_given_template() -> None:
+    picture = {"type": "image", "path": "cat.png"}
+    row = TaskRow("rows.jsonl:1", {"prompt": "<image>which river", "completion": "the north", "image": "cat.png"}, Path())
+    chat, images = read_image_chat(row, DataOptions(chat_template="chatml"))
+    messages = [as_parts("user", picture, "which river"), as_parts("assistant", "the north")]
+    same, _ = read_image_chat(TaskRow(row.place, {"messages": messages}, Path()), DataOptions())
+    assert chat is not None and same is not None and len(images) == 1
+    assert chat.messages == same.messages and chat.num_prompt_messages == 1
+    with pytest.raises(RequestError, match="rows.jsonl:1 holds a prompt and a completion of plain text.*or add --chat-template"):
+        read_image_chat(row, DataOptions())
+
+
+def as_parts(role: str, *parts: Any) -> dict[str, Any]:
+    return {"role": role, "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]}

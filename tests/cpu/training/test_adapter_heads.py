@@ -1,4 +1,4 @@
-"""LoRA on a model without the head that a task needs: the head is trained, saved with its labels, merged and used."""
+"""LoRA and the head that a task needs: a new head and a trained one are trained whole, saved with labels, merged and used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIDE = 16
 
 
 class Case(NamedTuple):
-    """A model without a head, its data, the class with a head, and the modules that are trained whole."""
+    """A model, its data, the class with a head, and the modules that are trained whole."""
 
     base: str
     rows: list[dict[str, Any]]
@@ -42,6 +42,7 @@ class Case(NamedTuple):
     whole: tuple[str, ...]
     labels: tuple[str, ...] = LABELS
     options: Mapping[str, Any] = MappingProxyType({})
+    has_head: bool = False  # whether the model has the head for the labels
 
 
 CASES = {
@@ -58,6 +59,17 @@ CASES = {
     "answers": Case(
         "BertForMaskedLM", [ROMES, NOWHERE], "BertForQuestionAnswering", ("qa_outputs",), ("LABEL_0", "LABEL_1"),
         {"sequence_length": 30},
+    ),
+    "texts, its own head": Case(
+        "DistilBertForSequenceClassification", ANSWERS, "DistilBertForSequenceClassification", ("pre_classifier", "classifier"),
+        has_head=True,
+    ),
+    "words, its own head": Case(
+        "BertForTokenClassification", word_rows("ner_tags"), "BertForTokenClassification", ("classifier",), TAGS, has_head=True
+    ),
+    "answers, its own head": Case(
+        "DistilBertForQuestionAnswering", [ROMES, NOWHERE], "DistilBertForQuestionAnswering", ("qa_outputs",),
+        ("LABEL_0", "LABEL_1"), {"sequence_length": 30}, has_head=True,
     ),
     "images": Case("ViTModel", [], "ViTForImageClassification", ("classifier",), ("dark", "light")),
 }  # fmt: skip
@@ -82,7 +94,8 @@ def save_images(folder: Path) -> tuple[Path, Path]:
 def save_case(case: Case, folder: Path) -> tuple[Path, Path]:
     if case.base == "ViTModel":
         return save_images(folder)
-    return save_text_model(folder / "model", case.base), write_rows(folder / "rows.jsonl", *case.rows)
+    labels = named(*case.labels) if case.has_head else {}
+    return save_text_model(folder / "model", case.base, **labels), write_rows(folder / "rows.jsonl", *case.rows)
 
 
 def headed_by_transformers(model: Path, case: Case) -> Any:
@@ -100,7 +113,7 @@ def outputs(model: Any, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_new_head_is_trained_and_saved_beside_lora(name: str, tmp_path: Path, upshift: Command) -> None:
+def test_a_head_is_trained_whole_and_saved_beside_lora(name: str, tmp_path: Path, upshift: Command) -> None:
     case = CASES[name]
     model, data = save_case(case, tmp_path)
     train(model, data, tmp_path / "adapter", rows=4, rate=RATE, lora_rank=4, **case.options)
@@ -177,3 +190,15 @@ def test_a_module_that_the_model_with_its_new_head_lacks_is_named(tmp_path: Path
     model, data = save_case(case, tmp_path)
     with pytest.raises(RequestError, match="--lora-modules-to-save scorer: .* has no such module; it has .*classifier"):
         train(model, data, tmp_path / "out", rows=3, lora_rank=4, lora_modules_to_save="scorer")
+
+
+@pytest.mark.parametrize("name", ["words", "words, its own head", "answers, its own head"])
+def test_lora_that_the_user_wants_in_a_head_is_refused(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model, data = save_case(case, tmp_path)
+    (head,) = case.whole
+    query = "query" if case.base.startswith("Bert") else "q_lin"
+    with pytest.raises(
+        RequestError, match=f"--lora-target {head} is in the head {head}, which is trained whole beside LoRA; leave {head} out"
+    ):
+        train(model, data, tmp_path / "out", rows=2, lora_rank=4, lora_target=f"{query},{head}", **case.options)

@@ -30,7 +30,7 @@ from upshift.text import did_you_mean
 from upshift.training.data.data_options import LearnedEnds
 from upshift.training.data.rows.chat_templates import CHAT_TEMPLATES
 from upshift.training.data.rows.instruction_prompts import PROMPTS
-from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS, PASSTHROUGH
 
 KEYS = LibraryKeys(OPTION_OF, PLANNED, WITHOUT_EFFECT, OTHER_KEYS, REMARKS, planned_prefixes=("liger_", "cut_cross_entropy"))
 DEFAULT_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -54,7 +54,7 @@ ROW_FORMATS = {  # by the type of a data set
     "input_output": "segments",
 }
 PAIR_OBJECTIVES = ("dpo", "ipo")  # of rl: the second one is DPO with another loss
-PAIR_TYPES = ("chat_template.default", "chat_template.argilla_chat", "passthrough.default")  # of rl: dpo
+PAIR_TYPES = ("chat_template.default", "chat_template.argilla_chat", PASSTHROUGH)  # of rl: dpo
 MESSAGE_FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"human": "user", "gpt": "assistant"}  # that Axolotl renames by default
 PLAIN_NAME = re.compile(r"[^{}.:!\[\]]+")  # of a column that may stand in braces
@@ -300,7 +300,9 @@ def _read_pairs(config: ForeignConfig, source: str, kind: Any, data_set: dict[st
     if name not in PAIR_TYPES:
         config.reject(f"{source}.type {kind}", f"for pairs use {', '.join((*PAIR_TYPES, *PAIR_PROMPTS))}", replaced_by="data")
         return {}
-    form = {"format": "preference"} | ({} if name == "passthrough.default" else {"answer_ends": "eos"})
+    form = {"format": "preference"} | ({} if name == PASSTHROUGH else {"answer_ends": "eos"})
+    if name == PASSTHROUGH and "chat-template" in (option.key for option in config.options):  # it would write them as turns
+        return form | {"template": f"axolotl/{PASSTHROUGH}"}
     if name != "chat_template.default":
         return form
     columns = {name: str(data_set.pop(f"field_{name}", name)) for name in ("messages", "chosen", "rejected")}

@@ -214,10 +214,13 @@ def factor_notes(hosts: tuple[Host, ...]) -> tuple[str, ...]:
     if len(origins) < 2:
         return ()
     parts = [
-        f"those of {', '.join(names)} from runs of {origin}" if origin else f"{', '.join(names)} has the mean of other GPUs"
+        f"for {', '.join(names)}, from runs of {origin}" if origin else f"for {', '.join(names)}, the mean of other GPUs"
         for origin, names in origins.items()
     ]
-    return (f"The factors come from different programs, so the hosts' speeds are less comparable: {'; '.join(parts)}",)
+    return (
+        "The speeds of these hosts compare less well, because the predictions were corrected with runs of different programs: "
+        f"{'; '.join(parts)}",
+    )
 
 
 def _host_result(planning: Planning, tokens: int, terms: ComparisonTerms) -> HostResult:

@@ -120,9 +120,9 @@ def read_chat(
     if columns.format == PREFERENCE:
         return replace(_read_preference(record, columns, place), is_unpaired=columns.objective == "kto")
     if columns.format == UNPAIRED:
-        return replace(_read_prompt_completion(record, place), rating=_read_rating(record, place))
+        return replace(_read_prompt_completion(record, columns, place), rating=_read_rating(record, place))
     if columns.format == "prompt-completion":
-        return _read_prompt_completion(record, place)
+        return _read_prompt_completion(record, columns, place)
     if columns.format == "segments":
         return _read_segments(record["segments"], place)
     has_answer = True
@@ -135,9 +135,12 @@ def read_chat(
     return Chat(place=place, messages=messages, has_answer=has_answer, **_template_inputs(record, place))
 
 
-def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | PromptCompletion:
+def _read_prompt_completion(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion:
     prompt = _decode_messages(record["prompt"])
     completion = _decode_messages(record["completion"])
+    if columns.writes_turns and isinstance(prompt, str | None) and isinstance(completion, str | None):
+        prompt = _as_turn("user", prompt or "")
+        completion = _as_turn(ASSISTANT, completion) if completion else completion
     if isinstance(prompt, list) and _is_blank(completion):
         messages = _with_system(_read_messages(prompt, "prompt", place), record.get(SYSTEM), place)
         inputs = _template_inputs(record, place)
@@ -157,6 +160,11 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
             f"{place} has weight 0 in its completion, and a completion is learned as a whole; leave the weight out"
         )
     return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
+
+
+def _as_turn(role: str, text: str) -> list[Any]:
+    """Return a plain text as a list of one message."""
+    return [{"role": role, "content": text}]
 
 
 def _read_segments(value: Any, place: str) -> SegmentRow:
@@ -181,6 +189,8 @@ def _read_preference(record: Mapping[str, Any], columns: Columns, place: str) ->
     prompt = _decode_messages(record.get("prompt"))
     chosen = _decode_messages(record["chosen"])
     rejected = _decode_messages(record["rejected"])
+    if columns.writes_turns and isinstance(prompt, str | None):
+        prompt, chosen, rejected = _texts_as_turns(prompt, chosen, rejected, place)
     problem = "chosen and rejected are the same" if chosen == rejected else None
     blank = next((name for name, value in (("chosen", chosen), ("rejected", rejected)) if _is_blank(value)), None)
     if blank is not None:
@@ -204,6 +214,21 @@ def _read_preference(record: Mapping[str, Any], columns: Columns, place: str) ->
         )
     pair = _pair_of_chats(prompt, chosen, rejected, record, place, needs_prompt=needs_prompt)
     return replace(pair, margin=margin)
+
+
+def _texts_as_turns(prompt: str | None, chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
+    """Return a prompt and two answers of plain text as lists of one message. Return lists of messages as they are.
+
+    Raise RequestError for texts without a prompt, because a template writes no answer without a question."""
+    if not all(isinstance(answer, str | None) for answer in (chosen, rejected)):
+        return prompt, chosen, rejected
+    if prompt is None:
+        raise RequestError(
+            f"{place} has no column 'prompt', so there is no text for the user's turn, which --chat-template writes; give the "
+            "prompt in a column of its own, or leave --chat-template out"
+        )
+    first, second = (_as_turn(ASSISTANT, answer) if answer else answer for answer in (chosen, rejected))
+    return _as_turn("user", prompt), first, second
 
 
 def _read_rating(record: Mapping[str, Any], place: str) -> bool:
@@ -309,7 +334,8 @@ def _refuse_template_inputs(record: Mapping[str, Any], place: str) -> None:
     name = next((name for name in (SYSTEM, TOOLS, FUNCTIONS, TEMPLATE_ARGUMENTS) if not _is_empty(record.get(name))), None)
     if name is not None:
         raise RequestError(
-            f"{place} has {name!r}, which a prompt and a completion of plain text do not use; write them as lists of messages"
+            f"{place} has {name!r}, which a prompt and a completion of plain text do not use; write them as lists of messages, "
+            "or add --chat-template, which writes them as turns"
         )
 
 

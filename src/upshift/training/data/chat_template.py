@@ -121,6 +121,16 @@ class TemplateWriter:
             check_text(text, chat.place)
         return text
 
+    def write_end(self) -> str | None:
+        """Return what stands after the last answer of a chat, without white space around it. None: it cannot be found."""
+        question, answer = STAND_INS
+        chat = Chat(place="", messages=[{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}])
+        try:
+            _, found, end = self.write(_as_parts(chat) if self._takes_parts else chat).rpartition(answer)
+        except RequestError:  # the template takes chats of another form alone
+            return None
+        return end.strip() if found else None
+
     def has_marks(self, chat: Chat) -> bool:
         """Return whether the template that writes the chat marks the assistant's turns."""
         template = self._call(chat, self._tokenizer.get_chat_template, tools=chat.tools)

@@ -412,19 +412,37 @@ class ChatEncoder:
         return ids
 
     def _check_end(self, row: TokenRow, place: str) -> None:
-        """Tell the user once if a turn ends without a special token, because then the model does not learn to stop."""
+        """Tell the user once if the model does not learn to stop by a special token at the end of a turn."""
         if self._has_checked_end or row.labels is None or not (row.labels != IGNORED).any():
             return
         self._has_checked_end = True
         added_ids = {*self._tokenizer.get_added_vocab().values(), *self._special_ids}
-        for token in reversed(row.labels[row.labels != IGNORED].tolist()):
+        learned = row.labels[row.labels != IGNORED].tolist()
+        for token in reversed(learned):
             if token in added_ids:
                 return
             if self._tokenizer.decode([token]).strip():
                 break
-        say_once(
-            f"{place}: the chat template writes no special token at the end of the assistant's turn, so the model does not learn "
-            "to stop there"
+        say_once(f"{place}: {self._describe_end(learned)}")
+
+    def _describe_end(self, learned: list[int]) -> str:
+        """Return what ends a turn that no special token ends, and what to do. ``learned``: the tokens that are learned."""
+        end = self._writer.write_end()
+        eos = self._tokenizer.eos_token
+        advice = "give a --chat-template that ends each turn with a special token" + (f", such as {eos}" if eos else "")
+        unlearned = "so the model does not learn to stop there"
+        if not end:
+            return f"the chat template writes nothing after the assistant's turn, {unlearned}; {advice}"
+        if not self._tokenizer.decode(learned).rstrip().endswith(end):
+            return (
+                f"the chat template writes {end!r} after the assistant's turn, and its marks ({{% generation %}}) leave it out, "
+                f"{unlearned}; put it within the marks"
+            )
+        (ids,) = self._tokenize([end])
+        return (
+            f"the chat template ends the assistant's turn with {end!r}, which is no special token of this tokenizer, but "
+            f"{len(ids)} ordinary tokens. The model learns to write it, and does not stop there by itself: add --stop '{end}' to "
+            f'upshift generate, and "stop" to a request to upshift serve; or {advice}'
         )
 
 

@@ -214,6 +214,7 @@ def read_corpus(
     pair_objective: PairObjective | None = None,
     rows: RowSlice | None = None,
     reader: RowReader | None = None,
+    writes_turns: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -229,10 +230,11 @@ def read_corpus(
         pair_objective: the objective that learns from pairs of answers, if the rows are such pairs.
         rows: the split to train on, or a part of it. None: the split for training, or all rows.
         reader: what reads the rows of a described data set.
+        writes_turns: the chat template writes plain texts of a prompt and an answer as turns. False: they are joined.
     """
     check_data_format(text_column, data_format, pair_objective=pair_objective)
     path = existing_path(path)
-    selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader)
+    selection = _Selection(text_column, data_format, has_decoder, pair_objective, rows, reader, writes_turns)
     if is_saved_dataset(path):
         documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
     else:
@@ -306,6 +308,7 @@ class _Selection(NamedTuple):
     pair_objective: PairObjective | None
     rows: RowSlice | None = None  # None: all of the split that is meant
     reader: RowReader | None = None
+    writes_turns: bool = False
 
     @property
     def split(self) -> str | None:
@@ -377,8 +380,10 @@ class _ColumnChooser:
             raise _nothing_to_read(row, place)
         return reader.read(renamed, columns, place)
 
-    def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
-        """Return the columns to read. ``empty`` has the columns without a value."""
+    def choose(
+        self, names: Collection[str], empty: Collection[str], origin: str, sample: Mapping[str, Any] | None = None
+    ) -> Columns:
+        """Return the columns to read. ``empty`` has the columns without a value. ``sample``: a row, for messages."""
         reader = self._selection.reader
         data_names = names
         if reader is not None:
@@ -400,10 +405,17 @@ class _ColumnChooser:
                 empty=empty,
                 origin=origin,
                 pair_objective=self._selection.pair_objective,
+                sample=sample,
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder
-            self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
+            self.columns = replace(
+                found,
+                has_labels=has_labels,
+                has_mask=MASK in names,
+                is_pair=is_pair,
+                writes_turns=self._selection.writes_turns,
+            )
             self._documents.columns = self.columns
         assert self.columns is not None
         self._documents.add_column_names(data_names)
@@ -415,7 +427,7 @@ class _ColumnChooser:
 
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
-        columns = self.choose(schema.names, empty, origin)
+        columns = self.choose(schema.names, empty, origin, _messages_of_schema(schema))
         reader = self._selection.reader
         if columns.is_chat:
             needed = columns.of_chat(schema.names) if reader is None else reader.needed_of(schema.names, columns)
@@ -428,6 +440,14 @@ class _ColumnChooser:
             return [columns.name]
         lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
         return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
+
+
+def _messages_of_schema(schema: Any) -> dict[str, Any]:
+    """Return a message with the fields of each column of lists of structs."""
+    import pyarrow.types as kinds
+
+    structs = {field.name: field.type.value_type for field in schema if is_list(field.type)}
+    return {name: [{field.name: "" for field in kind}] for name, kind in structs.items() if kinds.is_struct(kind)}
 
 
 def _nothing_to_read(names: Collection[str], origin: str) -> RequestError:
@@ -467,7 +487,7 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
         if chooser.columns is None and not chooser.is_named:
             refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        yield place, chooser.read_row(row, chooser.choose(row, empty, place), place)
+        yield place, chooser.read_row(row, chooser.choose(row, empty, place, row), place)
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -26,11 +26,12 @@ from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.model_objective import find_objective
 from upshift.training.batches.objective import Kind, Objective, objective_for
+from upshift.training.data.chat_rows import PreferencePair, PromptCompletion
 from upshift.training.data.chat_template import check_chat_template
 from upshift.training.data.corpus import Corpus, CorpusSummary, content_of, has_chats
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
-from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
+from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE, UNPAIRED, RowFormat
 from upshift.training.data.rows.joined import read_data
 from upshift.training.data.rows.token_rows import LABELS, TokenRow
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
@@ -329,6 +330,7 @@ def _report_chats(corpus: Corpus, options: DataOptions, source: ModelSource) -> 
         say_once(f"{source.reference} is a {source.new_head_on}; it gets a new reward head, whose weights are random")
 
 
+TEXTS_OR_MESSAGES: tuple[RowFormat, ...] = ("prompt-completion", PREFERENCE, UNPAIRED)  # rows that may hold either
 LEARNED = {  # by --loss-on, and by the format of the rows, if it is assistant
     "assistant": "the assistant's turns",
     "assistant-content": "the contents of the assistant's turns",
@@ -350,7 +352,21 @@ def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     else:
         loss_on = corpus.loss_on or options.loss_on or "assistant"
         learned = LEARNED.get(corpus.columns.format, LEARNED[loss_on]) if loss_on == "assistant" else LEARNED[loss_on]
-    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}"
+    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}{_describe_texts(corpus)}; the model learns {learned}"
+
+
+def _describe_texts(corpus: Corpus) -> str:
+    """Return what becomes of plain texts of a prompt and an answer, or nothing for other rows."""
+    assert corpus.columns is not None
+    if corpus.columns.format not in TEXTS_OR_MESSAGES:
+        return ""
+    if corpus.columns.writes_turns:
+        return "; --chat-template writes a plain text of a prompt as the user's turn, and its answer as the assistant's"
+    first = corpus.documents.first()
+    texts = first.chosen if isinstance(first, PreferencePair) else first
+    if not isinstance(texts, PromptCompletion):
+        return ""
+    return ", joined as they are, without a chat template (with --chat-template, they are written as turns)"
 
 
 def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
@@ -377,7 +393,10 @@ def _choose_tokenizer(source: ModelSource, tokenizer: Any | None, corpus: Corpus
     chosen.chat_template = options.chat_template
     check_chat_template(chosen)
     if not has_chats(corpus.documents.first()):
-        say_once(f"{corpus.origin} has no chats that --chat-template writes; the template is only saved with the model")
+        say_once(
+            f"--chat-template writes no row of {corpus.origin}, so the model does not learn its form; it is only saved with the "
+            "model. To train on chats, give rows with messages, or with prompt and completion (docs/data.md#chats)"
+        )
     return chosen
 
 

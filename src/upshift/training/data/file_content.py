@@ -43,6 +43,11 @@ def describe_no_text(place: str, first_bytes: bytes) -> str:
     content = next((name for signature, name in SIGNATURES if first_bytes.startswith(signature)), None)
     if content is not None:
         return f"{place} is {content}, not UTF-8 text; {ADVICE.get(content, 'write it as .jsonl or .parquet')}"
+    even = first_bytes[::2]
+    odd = first_bytes[1::2]
+    for encoding, letters, zeros in (("UTF-16LE", even, odd), ("UTF-16BE", odd, even)):  # without a mark at the beginning
+        if 0 not in letters and len(zeros) > 3 and zeros.count(0) > 0.9 * len(zeros):
+            return f"{place} is UTF-16 text, not UTF-8 text; convert it with iconv -f {encoding} -t UTF-8"
     if b"\0" in first_bytes:
         return f"{place} holds zero bytes, so it is not UTF-8 text; convert it, or give .jsonl, .csv or .parquet"
     return f"{place} is not UTF-8 text; convert the file, for example with iconv -f CP1252 -t UTF-8"

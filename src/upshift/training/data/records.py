@@ -33,6 +33,17 @@ READ_CHARACTERS = 2**20
 LONGEST_MARK = 16  # characters that a JSON mark may have, such as -Infinity or \ud83d\ude00
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 ARROW_ROWS = 1024  # rows in memory at once
+JSON_REASONS = {  # what a message of json.JSONDecodeError begins with -> the same in plain words
+    "Unterminated string": 'the closing " of a text is missing',
+    "Invalid control character": "a text holds a line break, a tab or another control character; write it as \\n or \\t",
+    "Invalid \\": "a text holds a \\ that begins no character of JSON; write \\\\ for a \\",
+    "Expecting ',' delimiter": 'a comma or a closing bracket is missing, or a " within a text has no \\ before it',
+    "Expecting ':' delimiter": "the colon after a name is missing",
+    "Expecting property name": "a name in double quotes is missing",
+    "Expecting value": 'a value is missing, or is none of JSON\'s: "text", 1, true, false, null, [..], {..}',
+    "Illegal trailing comma": "a comma stands before the closing bracket",
+    "Extra data": "more follows after the value",
+}
 FEATHER_V1 = b"FEA1"  # the first bytes of a file of the older format, which Arrow's readers do not read
 
 
@@ -101,7 +112,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(file: Path, text: bytes, place: str) -> Any:
     with _checking_json(file, place, "write one JSON object per line"):
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+        return json.loads(text.decode("utf-8-sig").rstrip(), object_pairs_hook=_unique_keys)
 
 
 @contextmanager
@@ -112,11 +123,22 @@ def _checking_json(file: Path, place: str, advice: str) -> Iterator[None]:
     except RequestError:
         raise
     except UnicodeDecodeError:
-        raise _no_text(file, place) from None
+        raise _no_text(file) from None
+    except json.JSONDecodeError as error:
+        if "\0" in error.doc:
+            raise _no_text(file) from None
+        ends = error.pos >= len(error.doc) or error.msg.startswith("Unterminated string")
+        reason = "the line ends before the value does; it may be cut off" if ends else plain_reason(error)
+        raise RequestError(f"{place} is not valid JSON (at character {error.colno}: {reason}); {advice}") from None
     except ValueError as error:
         raise RequestError(f"{place} is not valid JSON ({error}); {advice}") from None
     except RecursionError:
         raise RequestError(f"{place} is nested too deeply for JSON; write flat objects") from None
+
+
+def plain_reason(error: json.JSONDecodeError) -> str:
+    """Return in plain words what is wrong with a JSON text."""
+    return next((plain for reason, plain in JSON_REASONS.items() if error.msg.startswith(reason)), error.msg)
 
 
 class _JsonValues:
@@ -214,7 +236,9 @@ class _JsonValues:
     def _placed(self, error: json.JSONDecodeError) -> ValueError:
         """Return the error with the line and the column of the file."""
         column = error.colno + (self._num_columns if error.lineno == 1 else 0)
-        return ValueError(f"{error.msg}: line {self._num_lines + error.lineno} column {column}")
+        ends = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        reason = "the file ends before the value does; it may be cut off" if ends else plain_reason(error)
+        return ValueError(f"{reason}: line {self._num_lines + error.lineno} column {column}")
 
 
 def read_csv(file: Path) -> Iterator[Row]:
@@ -224,13 +248,17 @@ def read_csv(file: Path) -> Iterator[Row]:
         text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
         rows = csv.reader(text, delimiter="\t" if data_suffix(file) == ".tsv" else ",", strict=True)
         header: list[str] | None = None
+        num_read = 0  # lines up to the end of the last row
         try:
             for row in rows:
                 place = f"{file}:{rows.line_num}"
+                num_read = rows.line_num
                 is_blank = not row or (header is None and row[0].isspace() and len(row) == 1)
                 if is_blank:
                     continue
                 if header is None:
+                    if any("\0" in name for name in row):
+                        raise _no_text(file)
                     check_column_names(row, place)
                     _check_delimiter(row, place)
                     header = row
@@ -242,9 +270,10 @@ def read_csv(file: Path) -> Iterator[Row]:
                     )
                 yield place, dict(zip(header, row, strict=True))
         except UnicodeDecodeError:
-            raise _no_text(file, f"{file} (after line {rows.line_num})") from None
+            raise _no_text(file) from None
         except csv.Error as error:
-            raise RequestError(f"{file}:{rows.line_num} is no row of a table ({error}); write the file again") from None
+            reason = 'the closing " of a field is missing' if str(error) == "unexpected end of data" else str(error)
+            raise RequestError(f"{file}:{num_read + 1} is no row of a table ({reason}); write the file again") from None
 
 
 def _check_delimiter(header: Sequence[str], place: str) -> None:
@@ -257,10 +286,20 @@ def _check_delimiter(header: Sequence[str], place: str) -> None:
         )
 
 
-def _no_text(file: Path, place: str) -> RequestError:
-    """Return the error about a file that is not UTF-8 text."""
+def _no_text(file: Path) -> RequestError:
+    """Return the error about a file that is not UTF-8 text, with its first line that is none."""
     with open_data(file) as handle:
-        return RequestError(describe_no_text(place, handle.read(FIRST_BYTES)))
+        number = next((number for number, line in enumerate(handle, start=1) if not _is_utf8(line)), 1)
+    with open_data(file) as handle:
+        return RequestError(describe_no_text(f"{file}:{number}", handle.read(FIRST_BYTES)))
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def check_column_names(names: Sequence[str], place: str) -> None:

@@ -6,6 +6,7 @@ user asks for the objective that learns from them. docs/data.md states the rules
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,10 @@ SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the me
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
 ))  # fmt: skip
+QUESTIONS = ("prompt", "instruction", "question", "query", "user", "human", "request", "problem", "input", "q")
+ANSWERS = ("completion", "output", "answer", "response", "assistant", "reply", "gpt", "bot", "solution", "target", "a")
 MESSAGE_FIELDS = (("role", "content"), ("from", "value"))  # of a message alone, in place of a chat
+_COLUMN_OF = dict(zip(MESSAGE_FIELDS, ("messages", "conversations"), strict=True))
 LAYOUTS = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
 
 
@@ -91,6 +95,7 @@ class Columns:
     is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
     objective: PairObjective | None = None  # of preferences
     fields: tuple[str, ...] | None = None  # the columns that a template reads; None: those of the format
+    writes_turns: bool = False  # the chat template writes a prompt and an answer of plain text as turns; False: they are joined
 
     @property
     def is_chat(self) -> bool:
@@ -115,6 +120,7 @@ def find_format(
     empty: Collection[str],
     origin: str,
     pair_objective: PairObjective | None = None,
+    sample: Mapping[str, Any] | None = None,
 ) -> Columns:
     """Return what the columns of a table hold. Raise RequestError if they do not say it.
 
@@ -125,6 +131,7 @@ def find_format(
         empty: the columns without a value.
         origin: the file or the row, for messages.
         pair_objective: the objective that learns from preferences, and so from no other rows. None: another one.
+        sample: the values of a row, for messages.
     """
     if pair_objective is not None:
         return _preference_columns(names, pair_objective, data_format, origin)
@@ -148,7 +155,7 @@ def find_format(
         options = " or ".join(f"--data-format {name}" for name in formats)
         raise RequestError(f"{origin} has the columns {columns}, each of which could be trained on; choose with {options}")
     if not formats:
-        raise RequestError(_no_known_columns(names, origin))
+        raise RequestError(_no_known_columns(names, origin, sample or {}))
     return Columns(format=formats[0], name=REQUIRED[formats[0]][0])
 
 
@@ -248,19 +255,60 @@ def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin
         )
 
 
-def _no_known_columns(names: Collection[str], origin: str) -> str:
-    similar = [name for name in names if name in SIMILAR_COLUMNS]
+def _no_known_columns(names: Collection[str], origin: str, sample: Mapping[str, Any]) -> str:
     fields = next((fields for fields in MESSAGE_FIELDS if all(name in names for name in fields)), None)
     if fields is not None:
-        column = "messages" if fields == MESSAGE_FIELDS[0] else "conversations"
+        column = _COLUMN_OF[fields]
         return f'{origin} is one message ({join_names(fields)}), and a row is a chat; write {{"{column}": [..]}} for each chat'
+    renames = _similar_names(names, sample)
+    if renames:
+        changes = " and ".join(f"{theirs!r} to {ours!r}" for ours, theirs in renames.items())
+        columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in renames.items())
+        return (
+            f"{origin} has no column that Upshift knows by its name; {list_columns(names)}; rename {changes}, or keep the names "
+            f"and write columns: {{{columns}}} into a YAML file for --data (docs/data.md, columns with other names)"
+        )
+    similar = [name for name in names if name in SIMILAR_COLUMNS]
     if similar:
         return (
             f"{origin} has columns of chats or pairs ({', '.join(similar)}) that do not say which is which; "
-            f"{list_columns(names)}; rename them to {LAYOUTS}, or name a column of plain text with --text-column. A YAML "
-            "file of data sets may rename them, too (key columns)"
+            f"{list_columns(names)}; rename them to {LAYOUTS}, or name a column of plain text with --text-column"
         )
     return (
         f"{origin} has no column 'text'; {list_columns(names)}; name the one that holds the text with --text-column "
         "(text_column in Python)"
     )
+
+
+def _similar_names(names: Collection[str], sample: Mapping[str, Any]) -> dict[str, str]:
+    """Return the data's names of columns by ours, where a name or the value of a row says what a column holds. Else nothing.
+
+    It may be a name in capital letters, a column of chats, or a column of questions and one of answers."""
+    by_small_letters = {name.strip().casefold(): name for name in names}
+    formats = [name for name in possible_formats(by_small_letters) if name not in (PREFERENCE, UNPAIRED)]
+    if formats:
+        return {ours: by_small_letters[ours] for ours in REQUIRED[formats[0]] if ours not in names}
+    for name in names:
+        fields = _fields_of_messages(sample.get(name))
+        if fields is not None:
+            return {_COLUMN_OF[fields]: name}
+    question = next((by_small_letters[name] for name in QUESTIONS if name in by_small_letters), None)
+    answer = next((by_small_letters[name] for name in ANSWERS if name in by_small_letters), None)
+    if question is None or answer is None:
+        return {}
+    is_pair = {"prompt", "completion"} & {question, answer}
+    pair = REQUIRED["prompt-completion"] if is_pair else REQUIRED["alpaca"]
+    return {ours: theirs for ours, theirs in zip(pair, (question, answer), strict=True) if ours != theirs}
+
+
+def _fields_of_messages(value: Any) -> tuple[str, str] | None:
+    """Return the fields of the messages in a value, or None if it is no list of messages. A text may hold the list as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, Mapping):
+        return None
+    return next((fields for fields in MESSAGE_FIELDS if all(name in first for name in fields)), None)

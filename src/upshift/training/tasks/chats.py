@@ -240,7 +240,8 @@ def read_image_chat(row: TaskRow, options: DataOptions) -> tuple[Chat | None, tu
     found: list[Any] = []
     marked = {name: _mark_places(value, found, has_column=bool(column)) for name, value in fields.items()}
     empty = [name for name, value in marked.items() if value is None]
-    columns = find_format(marked, text_column=None, data_format=options.data_format, empty=empty, origin=row.place)
+    columns = find_format(marked, text_column=None, data_format=options.data_format, empty=empty, origin=row.place, sample=marked)
+    columns = replace(columns, writes_turns=options.chat_template is not None)
     if not columns.is_chat or columns.format == "segments":
         raise RequestError(
             f"{row.place} holds {columns.name!r}, and a model of images and texts is trained on chats; write messages, "
@@ -248,7 +249,10 @@ def read_image_chat(row: TaskRow, options: DataOptions) -> tuple[Chat | None, tu
         )
     chat = read_chat(marked, columns, row.place)
     if chat is not None and not isinstance(chat, Chat):
-        raise RequestError(f"{row.place} holds a prompt and a completion of plain text; write both as lists of messages")
+        raise RequestError(
+            f"{row.place} holds a prompt and a completion of plain text; write both as lists of messages, or add "
+            "--chat-template, which writes them as turns"
+        )
     if chat is None:
         return None, ()
     if not found and column:

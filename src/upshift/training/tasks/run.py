@@ -290,9 +290,9 @@ def load_task_model(source: ModelSource, task: TaskModel, data: TaskData, reques
     name_padding_of(model, data)
     if source.adapter is None:
         return model.train()  # type: ignore[no-any-return]
-    check_names_in(model, source, request)
     if head is not None:
         source = source.changed(adapter=train_head_whole(source.adapter, model, new_weights))
+    check_names_in(model, source, request)
     complete = complete_model(model, adapter_beside_images(source, model))
     name_base(complete, source)
     if source.adapter_directory is not None:

@@ -19,7 +19,7 @@ from upshift.training.data.data_options import LearnedContents, LearnedEnds, Los
 from upshift.training.data.row_formats import PREFERENCE, RowFormat
 from upshift.training.data.rows.instruction_prompts import PROMPTS, InstructionPrompt, check_places, find_prompt
 from upshift.training.data.rows.llama_factory_templates import TEMPLATES
-from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS, PairPrompt, find_pair_prompt
+from upshift.training.data.rows.pair_prompts import PAIR_PROMPTS, PASSTHROUGH, PairPrompt, find_pair_prompt
 from upshift.training.data.rows.row_slice import RowSlice, read_split
 from upshift.training.data.rows.turn_templates import TurnWriter
 from upshift.value import Value
@@ -69,10 +69,15 @@ class DataSet(Value):
     @property
     def instruction_prompt(self) -> InstructionPrompt | None:
         """Return the prompt of an instruction and its answer, or None for another template."""
-        is_named = self.template is not None and self.template.startswith(AXOLOTL) and self.pair_prompt is None
-        if self.prompt is None and self.template is not None and is_named:
-            return find_prompt(self.template.removeprefix(AXOLOTL))
+        name = self.template or ""
+        if self.prompt is None and name.startswith(AXOLOTL) and name != f"{AXOLOTL}{PASSTHROUGH}" and self.pair_prompt is None:
+            return find_prompt(name.removeprefix(AXOLOTL))
         return self.prompt
+
+    @property
+    def has_template(self) -> bool:
+        """Return whether the data set says itself how its rows become texts."""
+        return self.template is not None or self.prompt is not None
 
     @property
     def pair_prompt(self) -> PairPrompt | None:
@@ -89,7 +94,9 @@ class DataSet(Value):
 
     def check(self, origin: str) -> None:
         """Raise RequestError for a template that does not exist, and for answers that exclude each other."""
-        names = [f"{AXOLOTL}{name}" for name in (*PROMPTS, *PAIR_PROMPTS)] + [f"{LLAMA_FACTORY}{name}" for name in TEMPLATES]
+        names = [f"{AXOLOTL}{name}" for name in (*PROMPTS, *PAIR_PROMPTS, PASSTHROUGH)] + [
+            f"{LLAMA_FACTORY}{name}" for name in TEMPLATES
+        ]
         if self.template is not None and self.template not in names:
             raise RequestError(
                 f"{origin}: template {self.template!r} is not known{did_you_mean(self.template, names)}; docs/data.md lists the "

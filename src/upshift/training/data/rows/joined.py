@@ -56,6 +56,7 @@ def read_data(data: Path | str, options: DataOptions, *, has_decoder: bool, is_e
             is_evaluation=is_evaluation,
             pair_objective=options.pair_objective,
             rows=read_split(options.split) if is_split and options.split is not None else None,
+            writes_turns=options.chat_template is not None,
         )
     named = {"text-column": options.text_column, "data-format": options.data_format, "split": options.split}
     for name, value in named.items():
@@ -85,6 +86,7 @@ def _read_data_set(data_set: DataSet, options: DataOptions, *, has_decoder: bool
         pair_objective=options.pair_objective,
         rows=data_set.rows,
         reader=RowReader(data_set),
+        writes_turns=options.chat_template is not None and not data_set.has_template,
     )
 
 

@@ -42,6 +42,7 @@ QUESTIONS = {  # the columns that may hold the question; the first one that ther
     "intel": ("question",),
     "prompt_pairs": ("prompt",),
 }
+PASSTHROUGH = "passthrough.default"  # Axolotl's name for texts that stay as they are, which needs no PairPrompt
 PAIR_PROMPTS = tuple(f"{form}.{columns}" for form in FORMS for columns in QUESTIONS)
 
 
