@@ -250,7 +250,9 @@ def check_device(host: Host, source: ModelSource) -> None:
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         programs = describe_programs(source, host)
         raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{programs}"
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices; plan "
+            "inference on them with --generate or --encode, or training on the CPU of such a machine by leaving out --on "
+            f"there{programs}"
         )
 
 
