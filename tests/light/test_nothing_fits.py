@@ -1,0 +1,89 @@
+"""If nothing fits, the message names options with which a plan fits: each of them is planned again here, as a user would."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from upshift.errors import NothingFits
+from upshift.planning.planner import Planning, plan
+from upshift.units import format_bytes
+
+MODEL = Path(__file__).parents[2] / "examples" / "decoder_8b.json"
+LORA = {"lora_rank": 16}
+QLORA = LORA | {"load_in_4bit": True}
+SUGGESTION = re.compile(r"(--[a-z].*?) \(([\d.]+ [KMG]iB), ([\d,]+) tokens/s\)")
+VALUES: dict[str, tuple[str, Any]] = {
+    "--lora-rank": ("lora_rank", int), "--sequence-length": ("sequence_length", int), "--global-batch": ("global_batch", int),
+    "--on": ("on", str), "--allow": ("allow", lambda names: tuple(names.split(","))), "--max-grad-norm": ("max_grad_norm", float),
+}  # fmt: skip
+
+
+def planned(options: dict[str, Any]) -> Planning:
+    return plan(MODEL, **{"sequence_length": 512, "global_batch": 8, "quick": True} | options)
+
+
+def options_of(words: str) -> dict[str, Any]:
+    """Return the options of ``plan`` that words of the command line are."""
+    found: dict[str, Any] = {}
+    pending = shlex.split(words)
+    while pending:
+        option = pending.pop(0)
+        if option == "--load-in-4bit":
+            found["load_in_4bit"] = True
+        else:
+            name, convert = VALUES[option]
+            found[name] = convert(pending.pop(0))
+    return found
+
+
+def message(options: dict[str, Any]) -> str:
+    with pytest.raises(NothingFits) as refused:
+        planned(options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"on": "3060"} | LORA, ["--load-in-4bit", "--on 2x3060"]),
+        ({"on": "t4"} | LORA, ["--load-in-4bit", "--on 2xt4"]),
+        ({"on": "RTX 3060 laptop"} | LORA, ["--load-in-4bit --on '2xrtx 3060 laptop'"]),
+        ({"on": "rtx-3060-laptop"} | QLORA, ["--on 2xrtx-3060-laptop"]),
+        ({"on": "rtx-4090"}, ["--lora-rank 16", "--on 8xrtx-4090"]),
+        ({"on": "h100"}, ["--lora-rank 16", "--allow bf16-weights,8bit-optimizer", "--on 2xh100"]),
+        ({"on": "rtx-4090", "global_batch": 6, "sequence_length": 4096}, None),
+        ({"on": "3060", "sequence_length": 8192, "fixed": ("per_device_train_batch_size=4",)} | QLORA, None),
+        ({"on": "l4", "sequence_length": 16384, "global_batch": 5, "fixed": ("activation_checkpointing=0",)} | QLORA, None),
+    ],
+)
+def test_what_is_advised_fits(options: dict[str, Any], expected: list[str] | None) -> None:
+    """By a plan of its own, with the memory and the speed that the message says."""
+    suggestions = SUGGESTION.findall(message(options))
+    assert suggestions and len(suggestions) <= 3
+    assert expected is None or [words for words, *_ in suggestions] == expected
+    for words, memory, speed in suggestions:
+        best = planned(options | options_of(words)).ranking.candidates[0]
+        assert (format_bytes(best.resident), f"{best.tokens_per_second:,.0f}") == (memory, speed), words
+
+
+def test_a_smaller_model_is_named_where_no_option_is_enough() -> None:
+    """An 8B model in 4 bits takes 5.2 GiB, beside the context of CUDA: no option makes it fit in 6 GB."""
+    words = message({"on": "rtx-3060-laptop"} | QLORA)
+    assert "no other option makes it fit there; use a smaller model, a larger device, or --on" in words
+    least = {"sequence_length": 128, "global_batch": 1, "allow": ("bf16-weights", "8bit-optimizer"), "max_grad_norm": 0.0}
+    assert "use a smaller model" in message({"on": "rtx-3060-laptop"} | QLORA | least)
+
+
+def test_the_nearest_plan_says_why_it_is_in_full_precision() -> None:
+    """Autocast keeps copies of the weights in 16 bits beside them."""
+    found = re.search(r"needs ([\d.]+) GiB: fp32 .* \(copies in 16 bits add (\d+) MiB\)", message({"on": "3060"} | LORA))
+    assert found is not None
+    in_bf16 = message({"on": "3060", "fixed": ("precision=bf16",)} | LORA)
+    needed = re.search(r"needs ([\d.]+) GiB: bf16", in_bf16)
+    assert needed is not None and "copies" not in in_bf16
+    assert float(needed[1]) - float(found[1]) == pytest.approx(int(found[2]) / 1024, abs=0.1)
