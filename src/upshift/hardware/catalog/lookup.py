@@ -354,7 +354,7 @@ def _nearest_names(name: str) -> list[str]:
 
 
 def _longest_named(texts: Iterable[str]) -> list[str]:
-    """Return the products that the longest of the texts name. Of equally long ones the one with a key's words in order counts."""
+    """Return the products that the longest text names. If several are as long, one with the words of a key in order counts."""
     named = [(text, keys) for text in dict.fromkeys(texts) if (keys := _keys_or_members(text))]
     if not named:
         return []
