@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from upshift.errors import NothingFits
-from upshift.planning.planner import Planning, plan
+from upshift.hardware import describe
+from upshift.models.source import AdapterOptions
+from upshift.planning.inference.plan import InferenceWorkload
+from upshift.planning.inference.planner import InferencePlanning, plan_inference
+from upshift.planning.planner import Planning, choose_profiler, find_source, plan
 from upshift.units import format_bytes
 
 MODEL = Path(__file__).parents[2] / "examples" / "decoder_8b.json"
@@ -20,6 +24,7 @@ SUGGESTION = re.compile(r"(--[a-z].*?) \(([\d.]+ [KMG]iB), ([\d,]+) tokens/s\)")
 VALUES: dict[str, tuple[str, Any]] = {
     "--lora-rank": ("lora_rank", int), "--sequence-length": ("sequence_length", int), "--global-batch": ("global_batch", int),
     "--on": ("on", str), "--allow": ("allow", lambda names: tuple(names.split(","))), "--max-grad-norm": ("max_grad_norm", float),
+    "--concurrency": ("concurrency", int), "--prompt-length": ("prompt_length", int), "--output-length": ("output_length", int),
 }  # fmt: skip
 
 
@@ -87,3 +92,32 @@ def test_the_nearest_plan_says_why_it_is_in_full_precision() -> None:
     needed = re.search(r"needs ([\d.]+) GiB: bf16", in_bf16)
     assert needed is not None and "copies" not in in_bf16
     assert float(needed[1]) - float(found[1]) == pytest.approx(int(found[2]) / 1024, abs=0.1)
+
+
+def served(options: dict[str, Any]) -> InferencePlanning:
+    fields = {"prompt_length": 512, "output_length": 256} | options
+    source = find_source(MODEL, AdapterOptions())
+    workload = InferenceWorkload(**{name: value for name, value in fields.items() if name != "on"})
+    return plan_inference(source, describe(fields["on"]), workload, profiler=choose_profiler(source, quick=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"on": "3060"}, ["--allow fp8-weights,int8-weights,int4-weights", "--on 2x3060"]),
+        ({"on": "t4", "prompt_length": 100_000, "output_length": 100}, None),
+        ({"on": "h100", "prompt_length": 4000, "concurrency": 64, "max_ttft_ms": 100.0}, None),
+        ({"on": "h100", "max_ttft_ms": 1.0}, []),
+        ({"on": "m2-16gb"}, []),
+        ({"on": "a100-40gb", "prompt_length": 8000, "concurrency": 256}, None),
+    ],
+)
+def test_what_is_advised_for_inference_works(options: dict[str, Any], expected: list[str] | None) -> None:
+    with pytest.raises(NothingFits) as refused:
+        served(options)
+    suggestions = SUGGESTION.findall(str(refused.value).partition("what is predicted")[2])
+    assert expected is None or [words for words, *_ in suggestions] == expected
+    assert bool(suggestions) != ("a smaller model" in str(refused.value))
+    for words, memory, speed in suggestions:
+        best = served(options | options_of(words)).ranking.candidates[0]
+        assert (format_bytes(best.resident), f"{best.tokens_per_second:,.0f}") == (memory, speed), words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, Unpack, get_args
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
+from upshift.hardware.catalog.lookup import names_with_more
 from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
@@ -411,7 +411,7 @@ def _changes(problem: Problem, *, described: bool, can_estimate: bool) -> list[l
         [Change(f"--sequence-length {tokens}", {"sequence_length": tokens}) for tokens in lengths if tokens >= LEAST_LENGTH],
         [Change(f"--global-batch {rows}", {"global_batch": rows * together}) for rows in batches if rows],
         [allowing, unclipped],
-        _device_changes(host) if described else [],
+        [Change(f"--on {shlex.quote(name)}", host=name) for name in names_with_more(host)] if described else [],
     ]
 
 
@@ -434,15 +434,6 @@ def _with_adapter(source: ModelSource, options: AdapterOptions) -> ModelSource:
     if adapted.config.get("architectures") != source.config.get("architectures"):
         raise RequestError(f"{source.reference!r} has another head than its files; no adapter is suggested")
     return adapted.changed(images_per_row=source.images_per_row)
-
-
-def _device_changes(host: Host) -> list[Change]:
-    """Return hosts with more of the same devices in one node."""
-    if host.device != "cuda" or host.num_nodes > 1:
-        return []
-    product = re.sub(r"^([0-9]+ ?[x×*] ?)+", "", host.name)
-    names = [f"{count * host.num_devices}x{product}" for count in (2, 3, 4, 6, 8)]
-    return [Change(f"--on {shlex.quote(name)}", host=name) for name in names]
 
 
 def _commonest_reason(ranking: Ranking) -> str:

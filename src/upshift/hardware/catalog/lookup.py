@@ -295,6 +295,14 @@ def _join_sockets(cpu: Cpu, count: int) -> Cpu:
     return cpu.changed(peak={name: rate and rate * count for name, rate in peak.items()}, **scaled)
 
 
+def names_with_more(host: Host) -> list[str]:
+    """Return the names of hosts with two to eight times as many accelerators in one node. Some of them may not exist."""
+    if host.device == "cpu" or host.num_nodes > 1:
+        return []
+    product = re.sub(r"^([0-9]+ ?[x×*] ?)+", "", host.name)
+    return [f"{count * host.num_devices}x{product}" for count in (2, 3, 4, 6, 8)]
+
+
 def find_product(name: str) -> GpuFacts | CpuFacts:
     """Return the row of the product with this name. Raise RequestError for an ambiguous or unknown name."""
     key = _find_key(name)
