@@ -14,7 +14,7 @@ from upshift.hardware import describe
 from upshift.models.source import AdapterOptions
 from upshift.planning.inference.plan import InferenceWorkload
 from upshift.planning.inference.planner import InferencePlanning, plan_inference
-from upshift.planning.planner import Planning, choose_profiler, find_source, plan
+from upshift.planning.planner import Planning, Problem, _advice, choose_profiler, find_source, plan
 from upshift.units import format_bytes
 
 MODEL = Path(__file__).parents[2] / "examples" / "decoder_8b.json"
@@ -79,7 +79,7 @@ def test_what_is_advised_fits(options: dict[str, Any], expected: list[str] | Non
 def test_a_smaller_model_is_named_where_no_option_is_enough() -> None:
     """An 8B model in 4 bits takes 5.2 GiB, beside the context of CUDA: no option makes it fit in 6 GB."""
     words = message({"on": "rtx-3060-laptop"} | QLORA)
-    assert "no other option makes it fit there; use a smaller model, a larger device, or --on" in words
+    assert "no other option that was tried fits; use a smaller model or a larger device, or --on" in words
     least = {"sequence_length": 128, "global_batch": 1, "allow": ("bf16-weights", "8bit-optimizer"), "max_grad_norm": 0.0}
     assert "use a smaller model" in message({"on": "rtx-3060-laptop"} | QLORA | least)
 
@@ -121,3 +121,12 @@ def test_what_is_advised_for_inference_works(options: dict[str, Any], expected: 
     for words, memory, speed in suggestions:
         best = served(options | options_of(words)).ranking.candidates[0]
         assert (format_bytes(best.resident), f"{best.tokens_per_second:,.0f}") == (memory, speed), words
+
+
+def test_what_needs_another_trace_is_not_said_to_be_too_big(tmp_path: Path) -> None:
+    """The sizes in the config do not say enough about an encoder: with its own trace, only batches and devices are tried."""
+    planning = planned({"on": "h100"} | QLORA)
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}')
+    problem = Problem(find_source(tmp_path, AdapterOptions()), describe("3060"), planning.workload)
+    advice = _advice(problem, planning.profile, fixed=(), described=True)
+    assert advice.endswith("not tried, because it needs another trace: --lora-rank 16 --load-in-4bit, --sequence-length 128")

@@ -333,7 +333,11 @@ def _advice(problem: Problem, profile: ModelProfile, *, fixed: tuple[str, ...], 
         best = planned.ranking.candidates[0]
         return f"{format_bytes(best.resident)}, {best.tokens_per_second:,.0f} {sample_unit(profile)}/s"
 
-    return _checked_advice(problem, _changes(problem, described=described, can_estimate=can_estimate), numbers_of)
+    advice = _checked_advice(problem, _changes(problem, described=described, can_estimate=can_estimate), numbers_of)
+    if can_estimate:
+        return advice
+    untried = [kind[-1].words for kind in _changes(problem, described=False, can_estimate=True)[:2] if kind]
+    return f"{advice}; not tried, because it needs another trace: {', '.join(untried)}" if untried else advice
 
 
 class Problem(NamedTuple):
@@ -390,7 +394,7 @@ def _checked_advice(problem: Problem, kinds: Sequence[Sequence[Change]], numbers
     if found:
         return f"what is predicted to fit: {', or '.join([*found, *more][:MAX_ADVICE])}"
     larger = "a machine with more memory" if problem.host.device == "cpu" else "a larger device"
-    return f"no other option makes it fit there; use a smaller model, {larger}{''.join(f', or {text}' for text in more)}"
+    return f"no other option that was tried fits; use a smaller model or {larger}{''.join(f', or {text}' for text in more)}"
 
 
 def _changes(problem: Problem, *, described: bool, can_estimate: bool) -> list[list[Change]]:
