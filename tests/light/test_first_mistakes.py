@@ -24,6 +24,10 @@ MISTAKES = {
     "train model --data rows.jsonl -o used": "used is not empty .*--resume .*--overwrite",
     "train model --data mix.yaml": "'no.jsonl' does not exist",
     "train model --data rows.jsonl --eval-data no.jsonl": "'no.jsonl' does not exist",
+    "train usde/model --data rows.jsonl": "did you mean used/model",
+    "train usde/modle --data rows.jsonl": "did you mean used/model",
+    "train ./usde/../usde/model/ --data rows.jsonl": "no local path|does not exist",
+    "plan usde/model": "did you mean used/model",
     "data show model --data no.jsonl": "'no.jsonl' does not exist",
     "data show modle --data rows.jsonl": "'modle' does not exist",
     "data show model --data axolotl.yaml": "key 'datasets' is unknown; .*data_sets",
@@ -58,9 +62,9 @@ print(json.dumps(answers))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("first")
-    for name in ("model", "used"):
-        (made / name).mkdir()
-    (made / "model/config.json").write_text(json.dumps(CONFIG))
+    for name in ("model", "used/model"):
+        (made / name).mkdir(parents=True)
+        (made / name / "config.json").write_text(json.dumps(CONFIG))
     (made / "used/notes.txt").write_text("mine")
     (made / "rows.jsonl").write_text('{"text": "one"}\n')
     (made / "space.yaml").write_text(SPACE)

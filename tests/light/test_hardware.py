@@ -44,6 +44,7 @@ from upshift.hardware.cgroup import read_limits
 from upshift.hardware.host_memory import free_memory_bytes
 from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.loading.placement.memory_limits import memory_limits
+from upshift.models.source import ModelSource
 from upshift.planning import planner
 from upshift.planning.search.space import weight_places
 from upshift.units import GIB, MIB
@@ -459,7 +460,7 @@ def test_a_slice_of_a_device(text: str) -> None:
 
 def test_every_product_that_a_message_leaves_out_is_listed_by_its_family() -> None:
     with pytest.raises(RequestError) as problem:
-        describe("nonsense")
+        describe("list")
     assert len(str(problem.value)) < 650
     left_out = [key for key in (*GPUS, *CPUS) if key not in str(problem.value) and key not in APPLE_GPUS]
     for key in left_out:
@@ -1177,8 +1178,60 @@ def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("text", ["rtx-409", "8xh10", "l40ss"])
 def test_an_unknown_name_gets_the_three_nearest(text: str) -> None:
-    with pytest.raises(RequestError, match=r"the nearest are ([\w-]+, ){0,2}[\w-]+; --on list shows all names$"):
+    with pytest.raises(RequestError, match=r"the nearest (is|are) ([\w-]+, ){0,2}[\w-]+; --on list shows all names$"):
         describe(text)
+
+
+NAMED_KEYS = [key for key in GPUS if not key.startswith("gb")]  # the words of a rack are other forms
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "colab {}"), (1, "my {} machine"), (2, "rented {} at home")])
+def test_a_product_among_other_words_is_the_nearest(number: int, words: str) -> None:
+    for key in NAMED_KEYS[number::3]:
+        with pytest.raises(RequestError, match=rf"the nearest (is|are) .*\b{key}\b") as refused:
+            describe(words.format(key.replace("-", " ")))
+        assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("MacBook M2", "m2-8gb"), ("5090m", "rtx-5090"), ("rtx 4090ti", "rtx-4090"), ("rtx 4900", "rtx-4090"), ("l40ss", "l40s"),
+        ("epyc 9655", "epyc-9654"), ("4x Colab T4", "t4"),
+    ],
+)  # fmt: skip
+def test_a_slip_or_a_family_gets_its_products(text: str, nearest: str) -> None:
+    with pytest.raises(RequestError, match=rf"the nearest (is|are) ([\w-]+, )*{nearest}\b"):
+        describe(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cpu", "gtx 1080", "GTX 1650", "i7-12700h", "rx 7900 xtx", "intel arc", "my laptop", "p100", "kaggle p100", "rtx 9090",
+        "titan", "arc a770",
+    ],
+)  # fmt: skip
+def test_another_product_is_no_nearest_name(text: str) -> None:
+    with pytest.raises(RequestError, match="leave out --on to plan for this machine, .* --on list shows all names$") as refused:
+        describe(text)
+    assert len(str(refused.value)) < 200 and "nearest" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "device"), [("m2-16gb", "mps"), ("gaudi-3", "hpu"), ("tpu-v5e", "xla")])
+def test_devices_without_training_plans_name_what_works(text: str, device: str) -> None:
+    source = ModelSource(reference="small", directory=None, config={"model_type": "llama"})
+    with pytest.raises(RequestError, match=rf"{text} has {device} devices; .*--generate or --encode.*leaving out --on there"):
+        planner.check_device(describe(text), source)
+
+
+def test_the_cards_of_laptops_have_the_names_that_shops_write() -> None:
+    assert describe("4090 mobile").gpu == describe("rtx-4090-laptop").gpu != describe("rtx-4090").gpu
+
+
+@pytest.mark.parametrize("text", ["t4 x2", "T4 × 2", "t4:2", "t4 *2", "t4x2"])
+def test_a_count_behind_the_name_leaves_no_space(text: str) -> None:
+    assert describe(text).name == "2xt4" and describe(text).num_devices == 2
 
 
 def test_the_name_list_shows_all() -> None:

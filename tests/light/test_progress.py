@@ -37,10 +37,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_innermost_activity_is_told(clock: Clock) -> None:
     told: list[str] = []
-    writer = progress.LineWriter(told.append)
-    writer.write_line()
-    outer, inner = progress.Activity("upshift train"), progress.Activity("Tokenizing")
-    writer.begin(outer)
+    writer = progress.LineWriter("upshift train", told.append)
+    inner = progress.Activity("Tokenizing")
     clock.now += 10
     writer.write_line()
     writer.begin(inner)
@@ -56,7 +54,7 @@ def test_the_innermost_activity_is_told(clock: Clock) -> None:
         "upshift train: 10.0 s so far",
         "Tokenizing: 30.0 s so far, 25 of 100 (25%), about 1 min 30 s left",
         "Step: 10.0 s so far, Step 3/9, loss 2.5 · 100 tokens/s · 1 min 00 s left",
-        "upshift train: 40.0 s so far",
+        "upshift train, after Step: 40.0 s so far",
     ]
 
 

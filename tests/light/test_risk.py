@@ -65,7 +65,7 @@ def test_every_answer_holds_plans_against_one_limit(risk: float | None) -> None:
     assert big.outcome == "does not fit"
     assert told_limit(big.why) == words
     with pytest.raises(NothingFits, match=f"nothing fits in the {words} usable"):
-        planner._raise_nothing_fits(Ranking(too_big=ranking.too_big), HOST, PROFILE, workload)
+        planner._raise_nothing_fits(Ranking(too_big=ranking.too_big), HOST, workload, str)
 
 
 @pytest.mark.parametrize("is_estimated", [False, True])
@@ -93,7 +93,7 @@ def test_what_is_known_of_held_memory_moves_the_limit_in_words_too() -> None:
     for candidate, limit in zip((sure, unsure), limits, strict=True):
         assert told_limit(describe_shortage(candidate, HOST, planning.workload)) == format_bytes(limit)
         with pytest.raises(NothingFits, match=f"in the {format_bytes(limit)} usable"):
-            planner._raise_nothing_fits(Ranking(too_big=[candidate]), HOST, PROFILE, planning.workload)
+            planner._raise_nothing_fits(Ranking(too_big=[candidate]), HOST, planning.workload, str)
 
 
 @pytest.mark.parametrize("risk", RISKS)

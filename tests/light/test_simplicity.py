@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_sizes import Size, decoder
 from made_up_plans import made_up_planning
 
 from upshift.hardware import describe
 from upshift.planning.layout import Layout
-from upshift.planning.plan import Plan, plain_default
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Ranking
 from upshift.planning.search.simplicity import MECHANISM_ERROR, complexity, simplest_first, why_simplest
-from upshift.planning.workload import Workload
 from upshift.record import Basis
 
 
@@ -86,35 +82,3 @@ def test_the_answer_names_the_fastest(planning: Planning) -> None:
     layout = next(reason for reason in changed.reasons if reason.choice == "layout")
     assert (layout.value, layout.runner_up) == ("data parallel", "zero3 8")
     assert changed.document()["preference"] == told
-
-
-def test_nothing_but_plans_that_divide_nothing_is_told_to_quantize_its_states(planning: Planning) -> None:
-    from upshift.planning.planner import _leaner_options
-
-    shared: Plan = planning.best
-    assert _leaner_options(shared, planning.workload) == "--allow bf16-weights, or "
-    alone = shared.model_copy(update={"num_processes": 1})
-    assert "8bit-optimizer, --max-grad-norm 0" in _leaner_options(alone, planning.workload)
-    assert _leaner_options(shared, planning.workload.changed(allow=("bf16-weights",))) == ""
-
-
-@pytest.mark.parametrize(
-    ("host", "words"),
-    [
-        ("rtx-4090", "alone take at least .* GiB; use at least 9 such devices, or larger ones"),
-        ("a100-80gb", "use --lora-rank 16 --load-in-4bit, or at least 3 such devices"),
-        ("4xh100", ""),
-    ],
-)
-def test_what_to_do_where_states_are_too_large_follows_from_their_sizes(host: str, words: str) -> None:
-    """By hand: 70.6e9 parameters with 3 bytes each are 197 GiB, nine times 22.8 and three times 76."""
-    from upshift.planning import planner
-
-    profile = decoder(Size(8192, 28672, 80, 64, 8))
-    described = describe(host)
-    workload = Workload(sequence_length=1024, global_batch=8)
-    plan = plain_default(described, profile, workload)
-    limit = {"rtx-4090": 22.8, "a100-80gb": 76.0, "4xh100": 75.7}[host] * 2**30
-    adapters = planner._adapter_options(profile, described, workload, limit)
-    advice = planner._advice_for_states(plan, profile, described, limit, adapters)
-    assert re.search(words, advice) if words else advice == "" and adapters == "--lora-rank 16, "

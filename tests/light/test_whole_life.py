@@ -93,7 +93,7 @@ def test_nothing_fits_says_which_phase() -> None:
     life, candidate = tight()
     ranking = life.drop_unfitting(Ranking(candidates=[candidate]), num_plans=5)
     with pytest.raises(NothingFits, match="evaluation does not: needs"):
-        planner._raise_nothing_fits(ranking, life.host, life.profile, life.workload)
+        planner._raise_nothing_fits(ranking, life.host, life.workload, str)
 
 
 def chunking() -> tuple[JobMemory, Candidate]:

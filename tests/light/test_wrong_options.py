@@ -16,10 +16,13 @@ import pytest
 import typer
 
 from upshift.cli import main as command_line
+from upshift.cli.usage import foreign_options
 from upshift.cli.usage.commands import MAY_BE_EMPTY, _has_help_all
 from upshift.cli.usage.help_page import is_option, long_name
 from upshift.cli.usage.messages import annotation_of, number_type
 from upshift.errors import RequestError
+from upshift.inference.generation.options import GenerationOptions
+from upshift.planning.search.space import settable_fields
 
 ROOT: Any = typer.main.get_command(command_line.app)
 
@@ -293,3 +296,95 @@ def test_options_that_exclude_each_other_are_both_named(words: str, options: tup
 def test_an_option_of_another_library_names_ours(option: str, meant: str) -> None:
     with pytest.raises(RequestError, match=f"{option}; did you mean {meant}"):
         command_line.app(["train", "m", "--data", "d", option, "3"], standalone_mode=False)
+
+
+METAVARS = {
+    path: {name: str(option.metavar or "") for option in command.params if is_option(option) for name in option.opts}
+    for path, command in COMMANDS.items()
+}
+FOREIGN = sorted({*foreign_options.WORDS_OF, *foreign_options.REMARK_OF})
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_a_hint_names_options_that_the_command_has(path: tuple[str, ...]) -> None:
+    """An independent reading of the hint: its words are options of the command, or values of the option before them."""
+    for name in FOREIGN:
+        hint = foreign_options.foreign_hint(f"--{name.replace('_', '-')}", METAVARS[path])
+        assert hint == foreign_options.foreign_hint(f"--{name}", METAVARS[path])
+        words = hint.removeprefix("; did you mean ").removesuffix("?").split()
+        if not hint.startswith("; did you mean"):
+            continue
+        assert words[0].startswith("--")
+        for index, word in enumerate(words):
+            if not word.startswith("--"):
+                assert words[index - 1].startswith("--")
+                continue
+            takes_value = index + 1 < len(words) and not words[index + 1].startswith("--")
+            option = next(option for option in COMMANDS[path].params if is_option(option) and word in option.opts)
+            assert takes_value != option.is_flag, (name, hint)
+            if word == "--set":
+                field = words[index + 1].split("=")[0]
+                known = settable_fields() if option.metavar == "FIELD=VALUE" else GenerationOptions.model_fields
+                assert field in known, (name, hint)
+
+
+def test_no_hint_is_left_unused() -> None:
+    """Each line of the table is the answer to a name in some command."""
+    given = {foreign_options.foreign_hint(name, metavars) for name in FOREIGN for metavars in METAVARS.values()}
+    listed = {words for of_name in foreign_options.WORDS_OF.values() for words in of_name}
+    assert [words for words in sorted(listed) if f"; did you mean {words}?" not in given] == []
+    remarks = {remark for of_name in foreign_options.REMARK_OF.values() for remark in of_name}
+    assert [remark for remark in sorted(remarks) if f"; {remark}" not in given] == []
+
+
+def test_the_options_of_other_trainers_have_a_hint() -> None:
+    """No option of transformers' or TRL's scripts that many commands use is answered by a page alone."""
+    common = """
+        lr learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps batch_size bf16 fp16
+        warmup_ratio weight_decay lr_scheduler_type output_dir logging_steps save_steps save_strategy eval_strategy optim
+        gradient_checkpointing max_seq_length max_length model_name_or_path dataset_name report_to seed load_in_4bit use_peft
+        lora_r lora_alpha lora_target_modules deepspeed fsdp push_to_hub packing attn_implementation torch_dtype device
+        resume_from_checkpoint trust_remote_code max_grad_norm dataset_text_field neftune_noise_alpha beta use_liger_kernel
+        sequence_len micro_batch_size cutoff_len template finetuning_type num_processes mixed_precision
+    """
+    silent = [
+        name for name in common.split() if f"--{name.replace('_', '-')}" not in METAVARS["train",]
+        and not foreign_options.foreign_hint(name, METAVARS["train",])
+    ]  # fmt: skip
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train m --lr 1", "--learning-rate X"),
+        ("train m --fp16", "--set precision=fp16"),
+        ("train m --bf16", "--set precision=bf16"),
+        ("train m --max-length 3", "--sequence-length N"),
+        ("train m --batch-size 3", "--global-batch N"),
+        ("tune m --lr 3", "--space FILE"),
+        ("plan m --batch-size 3", "--global-batch N"),
+        ("plan m --fp16", "--set precision=fp16"),
+        ("plan m --gpu t4", "--on NAME"),
+        ("plan m --inference", "--generate"),
+        ("plan m --qlora", "--lora-rank 16 --load-in-4bit"),
+        ("generate m --max-length 3", "--max-new-tokens N"),
+        ("generate m --temperature 3", "--set temperature=VALUE"),
+        ("serve m --max-model-len 3", "--engine vllm --engine-set max_model_len=N"),
+    ],
+)
+def test_a_remembered_option_gets_ours(words: str, meant: str) -> None:
+    assert f"; did you mean {meant}?; see" in check_refusal(*words.split(), names="has no option")
+
+
+@pytest.mark.parametrize(
+    ("words", "remark"),
+    [
+        ("train m --device cuda", "CUDA_VISIBLE_DEVICES"),
+        ("train m --trust-remote-code", "never run"),
+        ("generate m --optim x", ""),
+    ],
+)
+def test_an_option_that_is_not_needed_gets_no_wrong_guess(words: str, remark: str) -> None:
+    line = check_refusal(*words.split(), names="has no option")
+    assert remark in line and "did you mean" not in line

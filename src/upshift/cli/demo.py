@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from upshift.cli import tables
 from upshift.cli.options import option, output_folder
 from upshift.cli.plan.ranking import print_plans
+from upshift.cli.progress import importing_libraries
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.importing import importing
 from upshift.units import format_count, format_seconds
 
 SAME_PLAN = (
@@ -33,7 +33,7 @@ def command(
     quick: Quick = False,
 ) -> None:
     """Plan, train for about two minutes, generate text and write a report, all on this machine. Needs no data."""
-    with importing():
+    with importing_libraries():
         from upshift.reports.run.demo import write_demo_page
         from upshift.training.demo import Timing, prepare_demo, run_demo, write_prompts
 

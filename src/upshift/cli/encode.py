@@ -27,9 +27,9 @@ from upshift.cli.options import (
     WorkerReplicas,
     option,
 )
+from upshift.cli.progress import importing_libraries
 from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
-from upshift.importing import importing
 from upshift.inference.workers.options import WorkerOptions, encoding_workers, refuse_ranks
 from upshift.settings import wait_briefly
 
@@ -123,7 +123,7 @@ def command(
     checked_task = check_task(task, has_query=query is not None)
     has_pairs = query is not None or holds_pairs(texts)
     source = find_weights(model)  # a wrong path is refused before libraries are imported
-    with importing():
+    with importing_libraries():
         from upshift.inference.media.model import encodes_media
 
     if encodes_media(source):  # texts that are compared with images or sounds
@@ -142,7 +142,7 @@ def _encode_texts(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Race the engines on some of the texts, or pairs of texts, and encode all of them. ``arguments``: those of the encoder."""
-    with importing():
+    with importing_libraries():
         from upshift.inference.encoding.cross_encoder import CrossEncoder
         from upshift.inference.encoding.encoder import Encoder
         from upshift.inference.encoding.files import check_form, read_items

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from upshift.cli import tables
+from upshift.cli.progress import importing_libraries
 from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.errors import RequestError
-from upshift.importing import importing
 from upshift.inference.workers.options import LEAST_MEDIA, WorkerOptions, encoding_workers
 
 BLOCK = 256  # items between two records of the progress
@@ -55,7 +55,7 @@ def encode_media(model: str, path: Path, output: Path, options: MediaOptions) ->
     items = read_media(path)
     check_media(items)
     find_weights(model)
-    with importing():
+    with importing_libraries():
         from upshift.inference.media.encoder import SAMPLE_ITEMS, MediaEncoder
         from upshift.inference.race.types import pick_evenly
 
@@ -110,7 +110,7 @@ def predict(
     check_files_folder(output, path, overwrite=options.overwrite)
     items = read_media(path)
     check_no_item_within(output, items)
-    with importing():
+    with importing_libraries():
         from upshift.inference.media.predict import Predictor
 
     with tables.step("Reading the model"):

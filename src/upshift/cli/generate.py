@@ -33,10 +33,10 @@ from upshift.cli.options import (
     read_generation_settings,
     read_settings_of,
 )
+from upshift.cli.progress import importing_libraries
 from upshift.cli.tables import describe_copies, dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
-from upshift.importing import importing
 from upshift.inference.resumable_output import count_lines, first_record
 from upshift.inference.workers.options import (
     LEAST_MEDIA,
@@ -217,7 +217,7 @@ def _transcribe(given: Mapping[str, Any]) -> None:
     items = read_media(prompts, option="--prompts")
     check_media(items)
     find_weights(model)
-    with importing():
+    with importing_libraries():
         from upshift.inference.media.speech import Transcriber
 
     with tables.step("Reading the model"):
@@ -351,7 +351,7 @@ def _prepare(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Any, A
         arguments["engine"], arguments["engine_python"], arguments["engine_arguments"],
         tensor_parallel=arguments["tensor_parallel"],
     )  # fmt: skip
-    with importing():
+    with importing_libraries():
         from upshift.inference.generation.generator import Generator
 
     with tables.step("Reading the model"):

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.options import Json, MaxMemory, Model, SequenceLength, option
+from upshift.cli.progress import importing_libraries
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.importing import importing
 from upshift.loading.placement.memory_limits import read_max_memory
 from upshift.loading.placement.place import CPU, DISK, ModulePlacement, Placement
 from upshift.units import format_bytes, format_seconds
@@ -148,7 +148,7 @@ def command(
         return
     if max_memory or dtype is not None or batch != 1:
         raise RequestError("--max-memory, --dtype and --batch are for --placement; add it, or leave them out")
-    with importing():
+    with importing_libraries():
         from upshift.models.inspect import inspect
 
     with tables.step("Tracing the model on fake tensors"):

@@ -11,10 +11,10 @@ from rich.text import Text
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
 from upshift.cli.options import Json, argument, move_flags_to_set, option, output_folder
+from upshift.cli.progress import importing_libraries
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.importing import importing
 
 Command = Annotated[
     list[str],
@@ -36,7 +36,7 @@ def command(command: Command, output: Output = Path("upshift-profile"), steps: S
     options = read_train_command(command)
     if options["backend"] != "torch":
         raise RequestError(f"--backend {options['backend']} is not profiled; leave it out")
-    with importing():
+    with importing_libraries():
         from upshift.training.profiling.run import profile
 
     with RunDisplay(quiet=as_json) as display:

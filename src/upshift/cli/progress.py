@@ -1,7 +1,7 @@
 """Print the progress of a command as a plain line every ten seconds if standard error is a log or a pipe. A terminal has bars.
 
-Code that takes a while opens an ``activity`` and updates it. The line is that of the innermost open activity. Lines have no
-control characters, and standard output gets none of them.
+Code that takes a while opens an ``activity`` and updates it. The line is that of the innermost open activity. If none is open,
+the line names the last one that ended. Lines have no control characters, and standard output gets none of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from upshift.importing import importing
 from upshift.units import format_seconds
 
 EVERY_SECONDS = 10.0
@@ -53,9 +54,10 @@ class Activity:
 class LineWriter:
     """A thread that passes the line of the innermost activity to ``write`` every ten seconds."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, title: str, write: Callable[[str], None]) -> None:
+        self._title = title
         self._write = write
-        self._activities: list[Activity] = []  # the open ones, the innermost last
+        self._activities = [Activity(title)]  # the command, and the open activities, the innermost last
         self._stopped = threading.Event()
 
     def begin(self, activity: Activity) -> None:
@@ -63,6 +65,7 @@ class LineWriter:
 
     def end(self, activity: Activity) -> None:
         self._activities.remove(activity)
+        self._activities[0].title = f"{self._title}, after {activity.title}"
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="upshift-progress", daemon=True).start()
@@ -71,8 +74,7 @@ class LineWriter:
         self._stopped.set()
 
     def write_line(self) -> None:
-        if self._activities:
-            self._write(self._activities[-1].line())
+        self._write(self._activities[-1].line())
 
     def _run(self) -> None:
         while not self._stopped.wait(EVERY_SECONDS):
@@ -84,15 +86,14 @@ _writers: list[LineWriter] = []  # at most one
 
 @contextmanager
 def progress_lines(title: str, console: Console, *, is_enabled: bool = True) -> Iterator[None]:
-    """Write lines while a command runs, if the console is no terminal. ``title``: the line's title outside any activity.
+    """Write lines while a command runs, if the console is no terminal. ``title``: how lines begin outside any activity.
 
     ``is_enabled``: False on all ranks of a launcher but the first, so that only one writes."""
     if not is_enabled or console.is_terminal or _writers:
         yield
         return
-    writer = LineWriter(lambda line: print(line, file=console.file, flush=True))
+    writer = LineWriter(title, lambda line: print(line, file=console.file, flush=True))
     _writers.append(writer)
-    writer.begin(Activity(title))
     writer.start()
     try:
         yield
@@ -119,6 +120,13 @@ def activity(title: str) -> Iterator[Activity]:
     finally:
         for writer in writers:
             writer.end(current)
+
+
+@contextmanager
+def importing_libraries() -> Iterator[None]:
+    """Open an activity for the imports inside the context, of torch and transformers among them."""
+    with activity("Importing the libraries"), importing():
+        yield
 
 
 def _plain_text(text: str) -> str:

@@ -34,13 +34,13 @@ from upshift.cli.options import (
     with_options_as,
     with_row_options,
 )
+from upshift.cli.progress import importing_libraries
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import FOREIGN_READERS, HelpCommand
 from upshift.cli.usage.foreign_config import expand_foreign
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.cli.usage.run_file import expand_file
-from upshift.importing import importing
 from upshift.models.source import AdapterOptions
 from upshift.record import Record
 from upshift.settings import read_ranks
@@ -402,7 +402,7 @@ def _run(request: TrainRequest, backend: str, *, as_json: bool) -> None:
         train_xla.run(request, as_json=as_json)
         return
     _check_inputs(request)
-    with importing():
+    with importing_libraries():
         from upshift.training.run import run_training
 
     with RunDisplay(quiet=as_json or not _is_first_rank(), title=tables.adapter_line(request)) as display:

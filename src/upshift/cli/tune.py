@@ -34,11 +34,10 @@ from upshift.cli.options import (
     with_layout_flags,
     with_row_options,
 )
-from upshift.cli.progress import activity
+from upshift.cli.progress import activity, importing_libraries
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.errors import MissingExtra
-from upshift.importing import importing
 from upshift.models.source import AdapterOptions
 from upshift.training.arguments import SEEDS
 from upshift.training.data.data_options import DataOptions
@@ -221,7 +220,7 @@ def command(
     options = {**locals(), **row_options}
     training_options = {name: options[name] for name in TRAINING_OPTIONS}
     of_data = DataOptions.from_fields({**row_options, "eval_size": eval_size})
-    with importing():
+    with importing_libraries():
         from upshift.tuning.tune import tune
 
     with Display(quiet=as_json) as display:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
@@ -330,17 +330,30 @@ def find_model(reference: str | Path) -> ModelSource:
 
 
 def _near_models(reference: str) -> str:
-    """Return ``; did you mean PATH?`` with the model directories beside the path whose names look like it, or an empty text."""
-    return did_you_mean(reference, map(str, _models_beside(Path(reference))))
+    """Return ``; did you mean PATH?`` with the model directories whose paths look like the reference, or an empty text."""
+    return did_you_mean(reference, [str(path) for path in _paths_like(Path(reference)) if _is_model(path)])
 
 
-def _models_beside(path: Path) -> Iterator[Path]:
+def _paths_like(path: Path) -> list[Path]:
+    """Return the existing paths that differ from a path by the names of its folders alone. Its last name may be any."""
+    if path.parent == path:
+        return [path]
+    parents = [path.parent] if path.parent.is_dir() else _paths_like(path.parent)
+    return [folder for parent in parents if did_you_mean(str(path.parent), [str(parent)]) for folder in _folders_in(parent)]
+
+
+def _folders_in(path: Path) -> list[Path]:
     try:
-        for folder in path.parent.iterdir():
-            if (folder / "config.json").is_file() or (folder / ADAPTER_FILE).is_file():
-                yield folder
+        return list(path.iterdir())
     except OSError:  # no such folder, or one that may not be read
-        return
+        return []
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file() or (folder / ADAPTER_FILE).is_file()
+    except OSError:  # it may not be read
+        return False
 
 
 def _shorten(reference: str) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import ceil
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, NamedTuple, Unpack, get_args
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
+from upshift.hardware.catalog.lookup import names_with_more
 from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
@@ -21,7 +22,7 @@ from upshift.models.estimation.estimate import estimate_profile
 from upshift.models.estimation.sizes import positions_in_config
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.sequence_length import default_length
-from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
+from upshift.models.source import QLORA, AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.models.tracing.profile_model import Profiler, profile_model
 from upshift.planning.analysis.explain import Reason, describe_value, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.rejections import Lesson, RejectedPlan, lessons_of
@@ -51,10 +52,12 @@ from upshift.units import format_bytes
 
 Progress = Callable[[int, int], None]
 MAX_SHOWN_PLANS = 50
-# A parameter in bf16, the two moments of AdamW in 4 bits, and no gradient that is kept: no plan for AdamW has less.
-LEAST_STATE_BYTES = 3
-QUANTIZED_BYTES = 0.6  # of a frozen parameter in 4 bits, with its scales and the parameters that stay in bf16
-ADAPTER_SHARE = 0.8  # of the memory, which leaves room for activations
+# The options that are tried if nothing fits.
+LORA_RANK = 16
+LEANER = ("bf16-weights", "8bit-optimizer")  # --allow: their plans need less memory
+LEAST_LENGTH = 128  # tokens
+HALVINGS = 7  # of the length and of the batch
+MAX_ADVICE = 3  # options in a message
 SIGNS_OF_IMAGES = ("vision", "image", "visual")  # how the fields of a config begin that says something about images
 
 logger = logging.getLogger(__name__)
@@ -188,11 +191,13 @@ def plan_training(
     progress: Progress = lambda done, total: None,
     described: bool = False,
     profiler: Profiler = profile_model,
+    with_advice: bool = True,
 ) -> Planning:
     """Rank the plan space.
 
-    ``described``: the host is not this machine, so earlier runs here do not count. ``profiler``: makes the model's profile. Raise
-    RequestError for a wrong request, and NothingFits with the nearest plan if nothing fits.
+    ``described``: the host is not this machine, so earlier runs here do not count. ``profiler``: makes the model's profile.
+    ``with_advice``: if nothing fits, search for options with which a plan fits. Raise RequestError for a wrong request, and
+    NothingFits with the nearest plan and these options if nothing fits.
     """
     check_device(host, source)
     if fixes_weight_offload(fixed) and not described:
@@ -224,7 +229,8 @@ def plan_training(
                 added = (f"{WEIGHT_OFFLOAD}={place}",)
                 break
     if not ranking.candidates:
-        _raise_nothing_fits(ranking, host, profile, workload)
+        advise = partial(_advice, Problem(source, host, workload), profile, fixed=fixed, described=described)
+        _raise_nothing_fits(ranking, host, workload, advise if with_advice else str)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = _cost_default(plain, host, profile, workload, calibration)
@@ -250,7 +256,9 @@ def check_device(host: Host, source: ModelSource) -> None:
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         programs = describe_programs(source, host)
         raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{programs}"
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices; plan "
+            "inference on them with --generate or --encode, or training on the CPU of such a machine by leaving out --on "
+            f"there{programs}"
         )
 
 
@@ -294,51 +302,142 @@ def _search(
     return profile, calibrate_and_filter(ranking, host, profile, workload, calibration)
 
 
-def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
-    larger = "a larger device" if host.device == "cpu" else "a larger device or more of them"
-    roomier = f"a shorter --sequence-length or {larger}" if sample_unit(profile) == "tokens" else larger
+def _raise_nothing_fits(ranking: Ranking, host: Host, workload: Workload, advise: Callable[[], str]) -> None:
+    """Raise NothingFits with the smallest plan and advice, or RequestError if no plan can run in any memory."""
     if (phase := ranking.phase_problem) is not None:
-        raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
+        raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; {advise()}")
     if not ranking.too_big:
         raise RequestError(f"no plan for {host.name}: {_commonest_reason(ranking)}")
     nearest = ranking.too_big[0]
     limit = limit_of(nearest, host, workload) or 0.0
-    adapters = _adapter_options(profile, host, workload, limit)
-    advice = _advice_for_states(nearest.plan, profile, host, limit, adapters)
-    advice = advice or f"use {adapters}{_leaner_options(nearest.plan, workload)}{roomier}"
+    in_16_bits = min((entry.resident for entry in ranking.too_big if entry.plan.precision in ("bf16", "fp16")), default=0.0)
+    is_full = nearest.plan.precision in ("fp32", "tf32") and in_16_bits > nearest.resident
+    why = f" (copies in 16 bits add {format_bytes(in_16_bits - nearest.resident)})" if is_full else ""
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
-        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; {advice}"
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}{why}; {advise()}"
     )
 
 
-def _adapter_options(profile: ModelProfile, host: Host, workload: Workload, limit: float) -> str:
-    """Return the options of an adapter with which a model that is trained whole would fit, with a comma; empty where none would.
+def _advice(problem: Problem, profile: ModelProfile, *, fixed: tuple[str, ...], described: bool) -> str:
+    """Return the options with which a plan fits, by the sizes in the config if they say enough, else by the model's trace."""
+    can_estimate = True
+    try:
+        choose_profiler(problem.source, quick=True)(problem.source, sequence_length=LEAST_LENGTH, variants=())
+    except RequestError:
+        can_estimate = False
 
-    ``limit``: bytes that a process may use.
+    def numbers_of(changed: Problem) -> str:
+        make_profile = choose_profiler(changed.source, quick=True) if can_estimate else lambda *_, **__: profile
+        planned = plan_training(*changed, fixed=fixed, described=True, profiler=make_profile, with_advice=False)
+        best = planned.ranking.candidates[0]
+        return f"{format_bytes(best.resident)}, {best.tokens_per_second:,.0f} {sample_unit(profile)}/s"
+
+    advice = _checked_advice(problem, _changes(problem, described=described, can_estimate=can_estimate), numbers_of)
+    if can_estimate:
+        return advice
+    untried = [kind[-1].words for kind in _changes(problem, described=False, can_estimate=True)[:2] if kind]
+    return f"{advice}; not tried, because it needs another trace: {', '.join(untried)}" if untried else advice
+
+
+class Problem(NamedTuple):
+    """Hold what plans are searched for."""
+
+    source: ModelSource
+    host: Host
+    workload: Workload
+
+
+class Change(NamedTuple):
+    """Hold options that may make a plan fit, and what they change. ``host``: the name of a described one."""
+
+    words: str
+    workload: Mapping[str, Any] = {}
+    host: str | None = None
+    adapter: AdapterOptions | None = None
+
+    def apply(self, problem: Problem) -> Problem:
+        """Return the changed problem. Raise RequestError if the change is not possible."""
+        source, host, workload = problem
+        return Problem(
+            source if self.adapter is None else _with_adapter(source, self.adapter),
+            host if self.host is None else describe(self.host),
+            workload.changed(**self.workload),
+        )
+
+
+def _checked_advice(problem: Problem, kinds: Sequence[Sequence[Change]], numbers_of: Callable[[Problem], str]) -> str:
+    """Return the options with which a plan fits, each with its numbers. Name a smaller model if only more devices would do.
+
+    ``kinds``: the changes of each kind, the mildest first: of the adapter, others, of the devices. ``numbers_of``: returns the
+    numbers of the best plan, or raises as ``plan_training``.
     """
-    parameters = profile.parameters
-    if parameters.trainable < parameters.total or not workload.runs_in.takes_adapters:
-        return ""
-    room = ADAPTER_SHARE * limit
-    if 2 * parameters.total < room * host.num_devices:
-        return "--lora-rank 16, "
-    return "--lora-rank 16 --load-in-4bit, " if QUANTIZED_BYTES * parameters.total < room else ""
+
+    def check(*changes: Change) -> str | None:
+        changed = problem
+        try:
+            for change in changes:
+                changed = change.apply(changed)
+            return f"{' '.join(change.words for change in changes)} ({numbers_of(changed)})"
+        except (RequestError, NothingFits):
+            return None
+
+    def first(tries: Iterable[Sequence[Change]]) -> list[str]:
+        return list(filter(None, [next(filter(None, (check(*changes) for changes in tries)), None)]))
+
+    *alone, devices = kinds
+    strongest = [kind[-1] for kind in alone if kind]
+    found = [text for kind in alone for text in first([change] for change in kind)]
+    found = found or first(strongest[:number] for number in range(2, len(strongest) + 1))
+    adapter = [] if found else alone[0][-1:]
+    more = first(changes for change in devices for changes in ([change], [*adapter, change]))
+    if found:
+        return f"what is predicted to fit: {', or '.join([*found, *more][:MAX_ADVICE])}"
+    larger = "a machine with more memory" if problem.host.device == "cpu" else "a larger device"
+    return f"no other option that was tried fits; use a smaller model or {larger}{''.join(f', or {text}' for text in more)}"
 
 
-def _advice_for_states(plan: Plan, profile: ModelProfile, host: Host, limit: float, adapters: str) -> str:
-    """Return what to do where weights and AdamW's state are too large however they are stored and divided.
+def _changes(problem: Problem, *, described: bool, can_estimate: bool) -> list[list[Change]]:
+    """Return the changes of each kind that may make a plan fit, the mildest first.
 
-    Empty where they are not. ``limit``: bytes that a process may use. ``adapters``: options with which the model would fit.
+    ``can_estimate``: another adapter and another length can be planned without a trace.
     """
-    parameters = profile.parameters
-    frozen = parameters.total - parameters.trainable - parameters.quantized
-    least = LEAST_STATE_BYTES * parameters.trainable + 2 * frozen + parameters.quantized_bytes
-    if limit <= 0 or "adamw" not in plan.optim or least <= limit * host.num_devices:
-        return ""
-    larger = "a larger device" if host.device == "cpu" else f"at least {ceil(least / limit)} such devices, or larger ones"
-    instead = f"{adapters}or " if adapters else ""
-    return f"its weights and AdamW's state alone take at least {format_bytes(least)}; use {instead}{larger}"
+    source, host, workload = problem
+    together = workload.rows_together
+    is_length_free = can_estimate and workload.lengths is None and not source.images_per_row
+    lengths = [workload.sequence_length >> power for power in range(1, HALVINGS)] if is_length_free else []
+    batches = [workload.global_batch // together >> power for power in range(1, HALVINGS)]
+    allow = tuple(dict.fromkeys((*workload.allow, *LEANER)))
+    allowing = Change(f"--allow {','.join(allow)}", {"allow": allow})
+    unclipped = Change(f"{allowing.words} --max-grad-norm 0", {"allow": allow, "clips_gradients": False})
+    return [
+        _adapter_changes(source, workload) if can_estimate else [],
+        [Change(f"--sequence-length {tokens}", {"sequence_length": tokens}) for tokens in lengths if tokens >= LEAST_LENGTH],
+        [Change(f"--global-batch {rows}", {"global_batch": rows * together}) for rows in batches if rows],
+        [allowing, unclipped],
+        [Change(f"--on {shlex.quote(name)}", host=name) for name in names_with_more(host)] if described else [],
+    ]
+
+
+def _adapter_changes(source: ModelSource, workload: Workload) -> list[Change]:
+    """Return LoRA for a model that is trained whole, and frozen weights in 4 bits."""
+    if not workload.runs_in.takes_adapters or "quantization_config" in source.config:
+        return []
+    four_bits = AdapterOptions(lora_rank=LORA_RANK, load_in_4bit=True)
+    if source.adapter is not None:
+        return [Change("--load-in-4bit", adapter=four_bits)]
+    lora = f"--lora-rank {LORA_RANK}"
+    return [Change(lora, adapter=AdapterOptions(lora_rank=LORA_RANK)), Change(f"{lora} --load-in-4bit", adapter=four_bits)]
+
+
+def _with_adapter(source: ModelSource, options: AdapterOptions) -> ModelSource:
+    """Return the source with an adapter, or with the frozen weights below its own adapter in 4 bits."""
+    if source.adapter is not None:
+        return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
+    adapted = find_model_to_train(source.reference, options)
+    if adapted.config.get("architectures") != source.config.get("architectures"):
+        raise RequestError(f"{source.reference!r} has another head than its files; no adapter is suggested")
+    return adapted.changed(images_per_row=source.images_per_row)
 
 
 def _commonest_reason(ranking: Ranking) -> str:
@@ -346,22 +445,6 @@ def _commonest_reason(ranking: Ranking) -> str:
     reasons = [entry.reason for entry in ranking.rejected if isinstance(entry, Rejected)]
     reasons = reasons or [entry.reason for entry in ranking.rejected] or ["no combination of choices is legal"]
     return Counter(reasons).most_common(1)[0][0]
-
-
-def _leaner_options(plan: Plan, workload: Workload) -> str:
-    """Return the options that make a plan smaller and that it could run with, each with a comma; empty where there are none.
-
-    Ranks that divide the model save no quantized state in parts, and update nothing in the backward pass.
-    """
-    program = workload.runs_in
-    leaner = {"bf16-weights": ("precision", "bf16-weights"), "8bit-optimizer": ("optim", "adamw_bnb_8bit")}
-    names = [name for name, choice in leaner.items() if program.has(*choice) and name not in workload.allow]
-    if plan.num_processes > 1:
-        names = [name for name in names if name != "8bit-optimizer"]
-    options = f"--allow {','.join((*workload.allow, *names))}, " if names else ""
-    if plan.num_processes == 1 and workload.clips_gradients and program.has("optimizer_in_backward", True):
-        options += "--max-grad-norm 0 (updates in the backward pass), "
-    return f"{options}or " if options else ""
 
 
 def plan(

@@ -34,6 +34,7 @@ from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainReq
 from upshift.training.batches.sampler import check_enough_data, count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
+from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
@@ -47,6 +48,7 @@ from upshift.training.loop.state import (
     check_resumed_options,
     check_run_file,
     learning_rate_of,
+    length_of,
 )
 from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
@@ -199,7 +201,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
-    sequence_length = sequence_length_of(source, request.sequence_length)
+    sequence_length = _length_of(request, source)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     if request.resume:
         _check_resumed(request, source, sequence_length, fixed)
@@ -400,6 +402,14 @@ def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
+
+
+def _length_of(request: TrainRequest, source: ModelSource) -> int:
+    """Return the length of sequences: the user's, or that of the run that resumes, or the default."""
+    of_run = length_of(request.output) if request.resume and request.sequence_length is None else None
+    if of_run is not None:
+        say_once(f"--sequence-length is {of_run}, as in the run in {request.output}")
+    return sequence_length_of(source, request.sequence_length or of_run)
 
 
 def _check_resumed(request: TrainRequest, source: ModelSource, sequence_length: int, fixed: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ def step_done(step: int, max_steps: int, *, tokens_per_second: float) -> StepDon
 
 def test_the_steps_of_a_run(clock: Clock) -> None:  # noqa: F811
     told: list[str] = []
-    writer = progress.LineWriter(told.append)
+    writer = progress.LineWriter("upshift train", told.append)
     progress._writers.append(writer)
     try:
         with RunDisplay(quiet=True) as display:

@@ -76,7 +76,7 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(
     tmp_path: Path,
 ) -> None:
     murderer = Murderer(warm_processes)
-    with pytest.raises(Interrupted, match="is saved in .* continue with --resume"):
+    with pytest.raises(Interrupted, match="is saved in .* continue with the same command and --resume"):
         run(home, tmp_path / "healed", MOST, heal=True, fixed=(*ONE_EACH, "num_processes=2"), watcher=Watcher(event=murderer))
     killed = "copy 0 of 2 was killed (SIGKILL); the others go on, and it is started again"
     assert murderer.waited == [killed, "copy 0 is here, and has what the others have"]

@@ -18,10 +18,11 @@ from transformers import AutoConfig
 from upshift.cli.train import parse, request_of
 from upshift.errors import RequestError
 from upshift.models.source import find_model
+from upshift.training.arguments import Arguments
 from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
 from upshift.training.job.job import run_job
-from upshift.training.loop.state import fingerprint
+from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, WITHOUT_WORDS, fingerprint
 from upshift.training.run import Watcher, run_training
 
 COMPARED_APART = {"sequence_length"}  # by the run file, under its own name
@@ -127,7 +128,27 @@ def test_an_option_may_change_or_is_refused_by_name_before_the_data_is_read(opti
 def test_the_same_line_goes_on_and_both_values_are_named(home: Path, run_so_far: Path) -> None:
     with pytest.raises(DataRead):
         resume(home, run_so_far, {}, ["--from-config"])
-    with pytest.raises(RequestError, match="global_batch=4 differs from the run in .*, which has global_batch=8; resume with"):
+    batch = "global_batch=4 differs from the run in .*, which has global_batch=8; resume with --global-batch 8,"
+    with pytest.raises(RequestError, match=batch):
         resume(home, run_so_far, {"--global-batch": "4"}, ["--from-config"])
+    with pytest.raises(RequestError, match=r"max_grad_norm=0.25 differs .*; resume with --max-grad-norm 0.5,"):
+        resume(home, run_so_far, {"--max-grad-norm": "0.25"}, ["--from-config"])
     with pytest.raises(RequestError, match=r"you gave --eval-size 2, and the run in .* has no --eval-size; resume with"):
         resume(home, run_so_far, {"--eval-size": "2"}, ["--from-config"])
+
+
+@pytest.mark.usefixtures("no_data")
+def test_a_length_that_is_not_given_is_that_of_the_run(home: Path, run_so_far: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model's default is another one."""
+    given = {"--data": str(home / "data.jsonl")} | {name: value for name, value in MIDWAY.items() if name != "--sequence-length"}
+    options = [word for option in given.items() for word in option]
+    with pytest.raises(DataRead):
+        words = [str(home / "llama"), *options, "--output", str(run_so_far), "--resume", "--from-config"]
+        run_training(request_of(parse(words)), Watcher())
+    assert f"--sequence-length is {LENGTH}, as in the run in {run_so_far}" in caplog.text
+
+
+def test_the_words_of_a_difference_are_options_of_the_command() -> None:
+    names = {name for option in options_of("train") for name in option.opts}
+    listed = {"global_batch", "sequence_length", "objective", *Arguments.model_fields} - {*WITHOUT_WORDS, *CHANGEABLE_ARGUMENTS}
+    assert {name for name in listed if f"--{name.replace('_', '-')}" not in names} == set()

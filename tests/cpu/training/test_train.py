@@ -327,7 +327,7 @@ def test_ctrl_c_in_a_child_process(home: Path, prepared: Callable[[str], Trainin
         pass
     child.send_signal(signal.SIGINT)
     said, complaint = child.communicate(timeout=300)
-    assert child.returncode == 130 and "continue with --resume" in said and "Ctrl-C again" in complaint
+    assert child.returncode == 130 and "continue with the same command and --resume" in said and "Ctrl-C again" in complaint
     checkpoint = newest_checkpoint(tmp_path / "out")
     assert checkpoint is not None
     steps = int(checkpoint.name.split("-")[1]) + 2

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import typer
 
+from upshift.cli.usage.foreign_options import foreign_hint, is_foreign
 from upshift.cli.usage.help_page import is_option, long_name, shown_parameters, usage_line
 from upshift.errors import RequestError
-from upshift.planning.search.space import settable_fields
 from upshift.text import did_you_mean
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
@@ -148,13 +148,14 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
         words = f"{', '.join(names)} and {last}" if names else last
         return MissingValue(f"{path} needs {words}; see {path} --help")
     if kind == "NoSuchOption":
-        names = [name for other in command.params if is_option(other) for name in other.opts]
+        metavars = {name: str(other.metavar or "") for other in command.params if is_option(other) for name in other.opts}
+        meant = _likely_meant(option, metavars)
         wrapped = next((long_name(other) for other in command.params if long_name(other).startswith("-- ")), None)
-        if wrapped is not None and not _likely_meant(option, names):
+        if wrapped is not None and not meant:
             return RequestError(
                 f"{path} has no option {option}; write the command that has it after --: {path} {wrapped}; see {path} --help-all"
             )
-        return RequestError(f"{path} has no option {option}{_likely_meant(option, names)}; see {path} --help-all")
+        return RequestError(f"{path} has no option {option}{meant}; see {path} --help-all")
     if kind == "BadOptionUsage":
         return WrongValue(_usage_of_option(command, option, path))
     if parameter is not None and parameter.name in values:
@@ -166,17 +167,18 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
     return RequestError(f"{message[:1].lower()}{message[1:]}; see {path} --help")
 
 
-def _likely_meant(option: str, names: Sequence[str]) -> str:
+def _likely_meant(option: str, metavars: Mapping[str, str]) -> str:
     """Return ``; did you mean NAME?`` for an option that does not exist, or an empty text.
 
-    An option of another library may have more words than ours (``--num_train_epochs``), or be a field of ``--set``."""
+    An option of another library may have another name (``--lr``), or more words than ours (``--num_train_epochs``)."""
     words = re.split("[-_]+", option.strip("-"))
-    field = "_".join(words)
-    if "--set" in names and field in settable_fields():
-        return f"; did you mean --set {field}=VALUE?"
     dashed = f"--{'-'.join(words)}"
-    near = [dashed] if dashed in names else [name for name in names if set(name[2:].split("-")) < set(words)]
-    return f"; did you mean {' or '.join(near[:2])}?" if near else did_you_mean(option, names)
+    if dashed in metavars:
+        return f"; did you mean {dashed}?"
+    near = [name for name in metavars if set(name[2:].split("-")) < set(words)]
+    if (hint := foreign_hint(option, metavars)) or near:
+        return hint or f"; did you mean {' or '.join(near[:2])}?"
+    return "" if is_foreign(option) else did_you_mean(option, metavars)
 
 
 def _usage_of_option(command: Any, name: str, path: str) -> str:

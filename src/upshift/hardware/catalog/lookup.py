@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,8 @@ LISTED_BY_FAMILY = ("rtx", "epyc", "xeon", "graviton")  # families of many produ
 SLICE = re.compile(r"\bmig\b|[0-9]g[.][0-9]+gb")  # NVIDIA's names of a part of a GPU
 COUNT_LAST = re.compile(r"([a-z][^@]*) ?[x×*:] ?([0-9]{1,6})(@.+)?")
 MAX_SHOWN = 60  # characters of the user's text in a message
+MAX_NEAREST = 3  # names that a message suggests
+MAX_WORDS = 6  # of an unknown name that are compared with products: each more of them doubles the work
 MAX_NAME_LENGTH = 60  # longer texts name no product
 MEMORY_TOLERANCE = 0.1  # as a share of the memory that the driver reports: a 48 GB card reports 45.0 GiB
 LEADING_MEMORY = re.compile(r"([1-9][0-9]{0,3})(?:gib|gb|g)")
@@ -169,7 +172,7 @@ def _with_count_first(name: str) -> str:
     match = COUNT_LAST.fullmatch(name)
     if match is None or _facts_or_none(name) is not None or _facts_or_none(match[1]) is None:
         return name
-    return f"{match[2]}x{match[1]}{match[3] or ''}"
+    return f"{match[2]}x{match[1].rstrip()}{match[3] or ''}"
 
 
 def _parse(name: str) -> _Request:
@@ -292,6 +295,14 @@ def _join_sockets(cpu: Cpu, count: int) -> Cpu:
     return cpu.changed(peak={name: rate and rate * count for name, rate in peak.items()}, **scaled)
 
 
+def names_with_more(host: Host) -> list[str]:
+    """Return the names of hosts with two to eight times as many accelerators in one node. Some of them may not exist."""
+    if host.device == "cpu" or host.num_nodes > 1:
+        return []
+    product = re.sub(r"^([0-9]+ ?[x×*] ?)+", "", host.name)
+    return [f"{count * host.num_devices}x{product}" for count in (2, 3, 4, 6, 8)]
+
+
 def find_product(name: str) -> GpuFacts | CpuFacts:
     """Return the row of the product with this name. Raise RequestError for an ambiguous or unknown name."""
     key = _find_key(name)
@@ -315,16 +326,72 @@ def _find_key(name: str) -> str:
 
 
 def _describe_unknown(name: str) -> str:
-    """Return the message for a name that is not in the tables: the nearest names, or all of them if none is near."""
+    """Return the message for a name that is not in the tables: the nearest names, or where all names are shown."""
+    if name == ALL_NAMES:
+        return _describe_all_names()
+    problem = f"unknown product {name[:MAX_SHOWN]!r}"
+    nearest = _nearest_names(name)
+    if nearest:
+        verb = "is" if len(nearest) == 1 else "are"
+        return f"{problem}; the nearest {verb} {', '.join(nearest)}; --on {ALL_NAMES} shows all names"
+    instead = "leave out --on to plan for this machine, or give the path of a Host JSON file"
+    return f"{problem}; {instead}; --on {ALL_NAMES} shows all names"
+
+
+def _describe_all_names() -> str:
     names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
-    problem = "list is no product" if name == ALL_NAMES else f"unknown product {name[:MAX_SHOWN]!r}"
-    similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
-    if similar:
-        return f"{problem}; the nearest are {', '.join(similar)}; --on {ALL_NAMES} shows all names"
     listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS and not key.startswith(LISTED_BY_FAMILY)))
     other_names = f"one that {', '.join(LISTED_BY_FAMILY[:-1])} or {LISTED_BY_FAMILY[-1]} lists"
     mac = "a Mac's chip with its memory, such as m2-max-64gb"
-    return f"{problem}; use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file"
+    return f"{ALL_NAMES} is no product; use one of {listed}, {other_names}, {mac}, or the path of a Host JSON file"
+
+
+def _nearest_names(name: str) -> list[str]:
+    """Return at most three products that an unknown name may mean.
+
+    Some words of the name may be a product's name (Colab T4). Otherwise a word has a slip in it (rtx-409)."""
+    words = _split_words(name[:MAX_SHOWN])[:MAX_WORDS]
+    some = (subset for size in range(1, len(words) + 1) for subset in combinations(words, size))
+    names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
+    similar = difflib.get_close_matches(name[:MAX_SHOWN], names, n=len(names))
+    parts = re.findall("[a-z]+|[0-9]+", " ".join(words))
+    runs = (parts[first:last] for first, last in combinations(range(len(parts) + 1), 2))
+    nearest = _longest_named(map("".join, some)) or [key for key in similar if _is_slip_of(words, key)]
+    nearest = nearest or _longest_named(map("".join, runs))
+    return sorted(nearest, key=lambda key: -difflib.SequenceMatcher(None, name[:MAX_SHOWN], key).ratio())[:MAX_NEAREST]
+
+
+def _longest_named(texts: Iterable[str]) -> list[str]:
+    """Return the products that the longest text names. If several are as long, one with the words of a key in order counts."""
+    named = [(text, keys) for text in dict.fromkeys(texts) if (keys := _keys_or_members(text))]
+    if not named:
+        return []
+    return max(named, key=lambda found: (len(found[0]), join_words(found[1][0]).startswith(found[0])))[1]
+
+
+def _keys_or_members(text: str) -> list[str]:
+    """Return the products of this name, and those with more words in their names; for the name of a family its members."""
+    exact, _ = match_products(text, _named_products())
+    members = [key for match in exact for key in AMBIGUOUS.get(match, ())]
+    keys = _keys_of(exact)
+    return list(dict.fromkeys((*keys, *members, *(key for key in GPUS for first in keys if key.startswith(f"{first}-")))))
+
+
+def _is_slip_of(words: list[str], key: str) -> bool:
+    """Return whether each word with a digit differs from the key's by one slip.
+
+    Products differ by one character: a GTX 1080 is no RTX 5080, and a P100 is no H100."""
+    parts = [*_split_words(key), join_words(key)]
+    return all(any(_is_one_slip(word, part) for part in parts) for word in words if re.search("[0-9]", word))
+
+
+def _is_one_slip(typed: str, meant: str) -> bool:
+    """Return whether a word is another one, but for one character too few or too many, or two that changed places."""
+    shorter, longer = sorted((typed, meant), key=len)
+    if len(longer) == len(shorter):
+        differing = [index for index in range(len(longer)) if shorter[index] != longer[index]]
+        return len(differing) <= 2 and sorted(shorter) == sorted(longer)
+    return shorter in {longer[:index] + longer[index + 1 :] for index in range(len(longer))}
 
 
 def _describe_choices(name: str, keys: Iterable[str]) -> str:
@@ -437,11 +504,14 @@ def _memory_matches(product: Product, gigabytes: int, words: tuple[str, ...]) ->
 
 @cache
 def _spellings(word: str) -> tuple[str, ...]:
-    """Return the spellings of a product's word: 80gb, 80gib and 80g; sxm with or without the number of its generation."""
+    """Return the spellings of a product's word: 80gb, 80gib and 80g; sxm with or without the number of its generation; laptop
+    and mobile."""
     if re.fullmatch(r"[0-9]+gb", word):
         return word, f"{word[:-2]}gib", word[:-1]
     if re.fullmatch(r"sxm[0-9]?", word):
         return "sxm", *(f"sxm{generation}" for generation in range(2, 7))
+    if word == "laptop":
+        return word, "mobile", "notebook"
     return (word,)
 
 

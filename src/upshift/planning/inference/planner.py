@@ -6,16 +6,19 @@ rejected with the reason. Then come a plan's predicted numbers, the reasons for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from upshift.errors import NothingFits, RequestError
-from upshift.hardware import collective
+from upshift.hardware import collective, describe
 from upshift.hardware.catalog.efficiency import GEMM_EFFICIENCY
+from upshift.hardware.catalog.lookup import names_with_more
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
@@ -45,6 +48,10 @@ from upshift.units import format_bytes, gib
 from upshift.value import Value
 
 MILLISECONDS = 1000.0
+LEANER_WEIGHTS = ("fp8-weights", "int8-weights", "int4-weights")  # --allow: their plans need less memory
+LEANER_CACHE = ("fp8-kv", "int8-kv")
+HALVINGS = 5  # of the requests at once and of the lengths, if nothing fits
+MAX_ADVICE = 3  # options in a message
 
 
 @dataclass(frozen=True)
@@ -435,7 +442,7 @@ def plan_profile(
     _check_request(profile, host, workload, fixed)
     ranking = rank_plans(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if not ranking.candidates:
-        _raise_no_plan(ranking, host, workload)
+        _raise_no_plan(ranking, profile, host, workload, fixed)
     return InferencePlanning(host, profile, workload, ranking)
 
 
@@ -465,21 +472,61 @@ def _check_request(profile: ModelProfile, host: Host, workload: InferenceWorkloa
         raise RequestError("--concurrency and --set max_concurrency both say how many sequences there are; give one of them")
 
 
-def _raise_no_plan(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
+def _raise_no_plan(
+    ranking: Ranking, profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]
+) -> None:
+    if not ranking.too_slow and not ranking.too_big:
+        reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
+        raise RequestError(f"no plan for {host.name}: {reason}")
     if ranking.too_slow:
         nearest = ranking.too_slow[0]
-        raise NothingFits(
-            f"no plan for {host.name} answers fast enough; the nearest has {describe_latency(nearest, workload)}: "
-            f"{nearest.plan.label()}; use looser limits, a lower --concurrency, "
-            "--allow fp8-weights,int8-weights,int4-weights, or faster devices"
-        )
-    if ranking.too_big:
+        problem = f"no plan for {host.name} answers fast enough; the nearest has {describe_latency(nearest, workload)}"
+        otherwise = "looser limits, a smaller model, or faster devices"
+    else:
         nearest = ranking.too_big[0]
-        shorter = "--prompt-length and --output-length" if workload.task == "generate" else "--sequence-length"
-        raise NothingFits(
-            f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; "
-            f"use a shorter {shorter}, fewer requests at once, "
-            "--allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
-        )
-    reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
-    raise RequestError(f"no plan for {host.name}: {reason}")
+        problem = f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}"
+        otherwise = "a smaller model, or a larger device"
+
+    def numbers_of(change: Change) -> str | None:
+        changed_host = host if change.host is None else describe(change.host)
+        changed = workload.changed(**change.fields)
+        best = rank_plans(changed_host, profile, changed, fixed=parse_fixed(fixed, changed_host, profile, changed)).candidates
+        if not best:
+            return None
+        return f"{change.words} ({format_bytes(best[0].resident)}, {best[0].tokens_per_second:,.0f} tokens/s)"
+
+    found = [text for kind in _changes(host, workload) if (text := _first(kind, numbers_of)) is not None]
+    advice = f"what is predicted to work: {', or '.join(found[:MAX_ADVICE])}" if found else f"use {otherwise}"
+    raise NothingFits(f"{problem}: {nearest.plan.label()}; {advice}")
+
+
+class Change(NamedTuple):
+    """Hold options with which a plan may fit, and the fields of the workload that they change. ``host``: a described one."""
+
+    words: str
+    fields: Mapping[str, Any] = {}
+    host: str | None = None
+
+
+def _first(kind: Iterable[Change], numbers_of: Callable[[Change], str | None]) -> str | None:
+    """Return the words and numbers of the first change with which a plan fits, or None."""
+    for change in kind:
+        with suppress(RequestError):
+            if (text := numbers_of(change)) is not None:
+                return text
+    return None
+
+
+def _changes(host: Host, workload: InferenceWorkload) -> list[list[Change]]:
+    """Return the changes of each kind that may make a plan fit, the mildest first."""
+    allowed = [tuple(dict.fromkeys((*workload.allow, *names))) for names in (LEANER_WEIGHTS, LEANER_WEIGHTS + LEANER_CACHE)]
+    requests = [(workload.concurrency or 1) >> power for power in range(1, HALVINGS)]
+    halves = [(workload.prompt_length >> power, workload.output_length >> power) for power in range(1, HALVINGS)]
+    lengths = [pair for pair in halves if pair[0] and (pair[1] or workload.task == "encode")]
+    words = "--prompt-length {} --output-length {}" if workload.task == "generate" else "--sequence-length {}"
+    return [
+        [Change(f"--allow {','.join(names)}", {"allow": names}) for names in allowed],
+        [Change(f"--concurrency {count}", {"concurrency": count}) for count in requests if count],
+        [Change(words.format(*pair), {"prompt_length": pair[0], "output_length": pair[1]}) for pair in lengths],
+        [Change(f"--on {shlex.quote(name)}", host=name) for name in names_with_more(host)],
+    ]

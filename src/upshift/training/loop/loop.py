@@ -510,7 +510,7 @@ class TrainingLoop:
         self._save()
         self.saver.finish()
         checkpoint = f"checkpoint-{self.progress.step}"
-        raise Interrupted(f"{interrupted}; {checkpoint} is saved in {self.output}, continue with --resume")
+        raise Interrupted(f"{interrupted}; {checkpoint} is saved in {self.output}, continue with the same command and --resume")
 
     def _save(self) -> None:
         """Start to save a checkpoint. If host memory has room, wait only until the tensors are copied there."""

@@ -64,6 +64,8 @@ OWN_FILES = (
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
+# They are no option of the command line, or the option takes another value than the run has.
+WITHOUT_WORDS = ("model", "data", "eval_data", "mup_base", "range_test_from", "adam_beta1", "adam_beta2", "adam_epsilon")
 CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
     "max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "early_stopping_patience",
 )  # fmt: skip
@@ -214,6 +216,13 @@ def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) ->
         adapter.check_same(previous_run.adapter, directory)
 
 
+def length_of(directory: Path) -> int | None:
+    """Return the sequence length of the run in a folder, or None if it has no checkpoint to resume from."""
+    if not (directory / RUN_NAME).exists() or newest_checkpoint(directory) is None:
+        return None
+    return Run.read(directory).sequence_length
+
+
 def learning_rate_of(directory: Path) -> float | None:
     """Return the learning rate of the run in a folder, or None if it has no checkpoint to resume from."""
     if not (directory / RUN_NAME).exists() or newest_checkpoint(directory) is None:
@@ -297,8 +306,18 @@ def another_run(directory: Path, name: str, old: object, new: object) -> Request
     now, before = (f"no {name}" if value is None else f"{name}={value}" for value in (new, old))
     return RequestError(
         f"{now} differs from the run in {directory}, which has {before}; "
-        "resume with the value of that run, or start anew in another output directory"
+        f"resume with {_words_of(name, old)}, or start anew in another output directory"
     )
+
+
+def _words_of(name: str, value: object) -> str:
+    """Return the words of the command line that give a run the value it had. An option that is left out has its default."""
+    option = f"--{name.replace('_', '-')}"
+    if name in WITHOUT_WORDS or not isinstance(value, bool | int | float | str | None):
+        return "the value of that run"
+    if value is None or value is False:
+        return f"that run's options, without {option}"
+    return option if value is True else f"{option} {value}"
 
 
 def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object] | None:

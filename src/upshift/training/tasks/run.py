@@ -494,7 +494,7 @@ def _train(
         if events.is_stopped and step < arguments.max_steps:
             raise Interrupted(
                 f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
-                "with --resume"
+                "with the same command and --resume"
             )
         evaluation = _held_out_numbers(trainer, arguments) if data.evaluation is not None else {}
     evaluation_loss = evaluation.get(LOSS)

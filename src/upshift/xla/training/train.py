@@ -256,7 +256,8 @@ class _Run:
             write_checkpoint(self.output, state, self.model.weights, self.optimizer.state, keep=keep)
         if received:
             raise Interrupted(
-                f"stopped after step {num_done}; checkpoint-{num_done} in {self.output} is whole: continue with --resume"
+                f"stopped after step {num_done}; checkpoint-{num_done} in {self.output} is whole: continue with the same "
+                "command and --resume"
             )
 
 
