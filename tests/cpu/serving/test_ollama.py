@@ -308,28 +308,33 @@ def test_texts_become_vectors() -> None:
     assert elsewhere.status_code == 404  # the ending is Ollama's
 
 
-@pytest.mark.parametrize("keep_alive", [0, -0.0, "0", "0s", "-0h0m", ".0ms"])
 @pytest.mark.parametrize(("path", "body"), [("/api/chat", {"messages": []}), ("/api/generate", {"model": "m"})])
-def test_a_model_is_unloaded(path: str, body: dict[str, Any], keep_alive: Any) -> None:
+def test_a_model_is_unloaded(path: str, body: dict[str, Any]) -> None:
     """It need not be loaded for that."""
-    for engine in (Talking(), Talking().sleep()):
-        (answer,) = posted(app_of(engine)[0], {**body, "keep_alive": keep_alive}, path=path)
+    engine = Talking()
+    app, _ = app_of(engine)
+    for keep_alive in (0, -0.0, "0", "0s", "-0h0m", ".0ms"):
+        (answer,) = posted(app, {**body, "keep_alive": keep_alive}, path=path)
         (line,) = lines_of(answer)
         assert (line["done"], line["done_reason"], engine.state, engine.starts) == (True, "unload", "asleep", 0)
+        engine.state, engine.ready = ("ready", engine.report) if keep_alive != "0" else ("asleep", None)
 
 
-@pytest.mark.parametrize("keep_alive", [None, 5, -1, "5m", "1h30m", "-1", "1.5h", "300", "10ms"])
-def test_another_duration_leaves_a_model_loaded(keep_alive: Any) -> None:
+def test_another_duration_leaves_a_model_loaded() -> None:
+    engine = Talking()
+    app, _ = app_of(engine)
+    for number, keep_alive in enumerate((None, 5, -1, "5m", "1h30m", "-1", "1.5h", "300", "10ms"), start=1):
+        engine.sleep()
+        (answer,) = posted(app, {"keep_alive": keep_alive}, path="/api/generate")
+        assert (lines_of(answer)[0]["done_reason"], engine.state, engine.starts) == ("load", "ready", number)
+
+
+def test_what_is_no_duration_is_refused() -> None:
     engine = Talking().sleep()
-    (answer,) = posted(app_of(engine)[0], {"keep_alive": keep_alive}, path="/api/generate")
-    assert (lines_of(answer)[0]["done_reason"], engine.state, engine.starts) == ("load", "ready", 1)
-
-
-@pytest.mark.parametrize("keep_alive", ["soon", "5 m", "", "0x", "m", "\u0660", [0]])
-def test_what_is_no_duration_is_refused(keep_alive: Any) -> None:
-    engine = Talking().sleep()
-    (answer,) = posted(app_of(engine)[0], {"keep_alive": keep_alive}, path="/api/generate")
-    assert answer.status_code == 400 and answer.json()["error"].startswith("keep_alive") and engine.starts == 0
+    app, _ = app_of(engine)
+    for keep_alive in ("soon", "5 m", "", "0x", "m", "\u0660", [0]):
+        (answer,) = posted(app, {"keep_alive": keep_alive}, path="/api/generate")
+        assert answer.status_code == 400 and answer.json()["error"].startswith("keep_alive") and engine.starts == 0
 
 
 @pytest.mark.parametrize(
@@ -399,24 +404,24 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded() -> None:
     assert answer.json() == {"error": "an answer in a format calls no tools; leave out format or tools"}
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({"role": "tool", "images": ["x"]}, "images"),
-        ({"role": "tool", "thinking": "x"}, "thinking"),
-        ({"role": "tool", "tool_calls": [{"function": {"name": "a"}}]}, "tool_calls"),
-        ({"role": "user", "tool_name": "a"}, "tool_name"),
-        ({"role": "user", "thinking": "x"}, "thinking"),
-        ({"role": "system", "images": ["x"]}, "images"),
-        ({"role": "system", "tool_call_id": "a"}, "tool_call_id"),
-        ({"role": "assistant", "images": ["x"]}, "images"),
-        ({"role": "assistant", "tool_call_id": "a"}, "tool_call_id"),
-    ],
-)
-def test_a_field_of_another_role_is_refused_by_name(message: dict[str, Any], field: str) -> None:
+OTHER_ROLES: list[tuple[dict[str, Any], str]] = [  # messages with a field of another role, and its name
+    ({"role": "tool", "images": ["x"]}, "images"),
+    ({"role": "tool", "thinking": "x"}, "thinking"),
+    ({"role": "tool", "tool_calls": [{"function": {"name": "a"}}]}, "tool_calls"),
+    ({"role": "user", "tool_name": "a"}, "tool_name"),
+    ({"role": "user", "thinking": "x"}, "thinking"),
+    ({"role": "system", "images": ["x"]}, "images"),
+    ({"role": "system", "tool_call_id": "a"}, "tool_call_id"),
+    ({"role": "assistant", "images": ["x"]}, "images"),
+    ({"role": "assistant", "tool_call_id": "a"}, "tool_call_id"),
+]
+
+
+def test_a_field_of_another_role_is_refused_by_name() -> None:
     app, _ = app_of(Talking())
-    (answer,) = posted(app, {"messages": [{"content": "x", **message}]}, path="/api/chat")
-    assert answer.status_code == 400 and f".{field} is not possible here" in answer.json()["error"]
+    for message, field in OTHER_ROLES:
+        (answer,) = posted(app, {"messages": [{"content": "x", **message}]}, path="/api/chat")
+        assert answer.status_code == 400 and f".{field} is not possible here" in answer.json()["error"]
     empty = {"content": "x", "role": "user", "images": [], "tool_calls": [], "thinking": "", "tool_name": None}
     assert posted(app, {"messages": [empty]}, path="/api/chat")[0].status_code == 200
 
@@ -446,6 +451,9 @@ def test_seeds_forms_and_suffixes_are_used() -> None:
 )
 def test_errors_name_ollamas_fields(error: str, shown: str) -> None:
     assert Refusal(400, error).ollama_body() == {"error": shown}
+
+
+def test_the_bound_of_a_penalty_is_refused_by_ollamas_name() -> None:
     (answer,) = posted(app_of(Talking())[0], {"prompt": "x", "options": {"repeat_penalty": 0}}, path="/api/generate")
     assert answer.status_code == 400 and answer.json()["error"].startswith("options.repeat_penalty: Input should be greater")
 
