@@ -20,7 +20,7 @@ from upshift.errors import RequestError
 from upshift.hardware.nvml import Gpus, GpuState, Holder
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine_process import TokenizedPrompt, Vectors
-from upshift.serving.messages import EngineRequest, Generate, Piece, ToolCall
+from upshift.serving.messages import EngineRequest, Generate, Heartbeat, Piece, ToolCall
 from upshift.serving.metrics import Metrics
 from upshift.serving.model_pool import ModelPool
 from upshift.serving.openai_requests import ChatRequest
@@ -220,7 +220,8 @@ def model(tmp_path: Path) -> Path:
 def test_the_models_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of a model is found once, when the server starts. A digest has 64 digits, of which clients cut off some."""
     monkeypatch.setattr(ollama_addresses, "find_nvml", lambda: None)
-    pool = pool_of(model, Talking())
+    engine = Talking(resident_bytes=9)
+    pool = pool_of(model, engine)
     pool.adapters["a"] = "m"
     app = make_app(Server(pool, pool.metrics))
     monkeypatch.delattr(ollama_addresses, "find_model")
@@ -234,6 +235,8 @@ def test_the_models_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (running,) = got(app, "/api/ps")["models"]
     assert (running["digest"], running["size"], running["size_vram"]) == (listed[0]["digest"], 5, 0)
     assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC)
+    engine.heartbeat = Heartbeat(live=0, waiting=0, resident_bytes=0)  # none has come yet
+    assert [one["size"] for one in got(app, "/api/ps")["models"]] == [9]
     (model / "model.safetensors").unlink()
     gone = got(app, "/api/tags")["models"]
     assert [(one["size"], len(one["digest"])) for one in gone] == [(0, 64), (0, 64)]

@@ -355,7 +355,8 @@ def _file_facts(source: ModelSource | None) -> tuple[int, str, str]:
 
 def _memory(engine: ReplicaSet, gpus: Gpus) -> dict[str, int]:
     """Return the bytes that an engine takes, and those of them on GPUs if they are known."""
-    host_bytes = engine.heartbeat.resident_bytes
+    ready_bytes = 0 if engine.ready is None else engine.ready.resident_bytes
+    host_bytes = engine.heartbeat.resident_bytes or ready_bytes  # no heartbeat has come yet
     device_bytes = find_device_bytes(gpus, _pids(engine))
     return {"size": host_bytes} if device_bytes is None else {"size": host_bytes + device_bytes, "size_vram": device_bytes}
 
