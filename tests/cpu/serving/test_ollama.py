@@ -425,7 +425,7 @@ def test_a_field_of_another_role_is_refused_by_name() -> None:
     for message, field in OTHER_ROLES:
         (answer,) = posted(app, {"messages": [{"content": "x", **message}]}, path="/api/chat")
         assert answer.status_code == 400 and f".{field} is not possible here" in answer.json()["error"]
-    empty = {"content": "x", "role": "user", "images": [], "tool_calls": [], "thinking": "", "tool_name": None}
+    empty: dict[str, Any] = {"content": "x", "role": "user", "images": [], "tool_calls": [], "thinking": "", "tool_name": None}
     assert posted(app, {"messages": [empty]}, path="/api/chat")[0].status_code == 200
 
 
@@ -496,8 +496,8 @@ def test_durations() -> None:
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"])
 def test_hostile_bodies_are_one_line(path: str) -> None:
     app, _ = app_of(Talking(task="encode" if "embed" in path else "generate"))
-    goods = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "x"}}
-    good: dict[str, Any] = goods.get(path, {})
+    goods: dict[str, dict[str, Any]] = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "x"}}
+    good = goods.get(path, {})
     values: list[Any] = [0, -1, 10**400, 1e308, True, "", "x", "\ud800", [], [[]], [None], {}, {"": {}}, ["a"] * 3000]
     names = [
         "model",
