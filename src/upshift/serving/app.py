@@ -28,16 +28,11 @@ from starlette.routing import Route
 
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.batches import Batches, BatchFolder, LineAnswer
-from upshift.serving.engine_process import RequestRefused
-from upshift.serving.messages import DescribeTokenizer, Detokenize, Embed, Piece, Task
+from upshift.serving.engine_process import RequestRefused, Vectors
+from upshift.serving.messages import DescribeTokenizer, Detokenize, Embed, Piece, Ready, Task
 from upshift.serving.metrics import Metrics, time_pieces
 from upshift.serving.model_pool import ModelPool
-from upshift.serving.openai_requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RequestBody,
-)
+from upshift.serving.openai_requests import ChatRequest, CompletionRequest, EmbeddingRequest, RequestBody
 from upshift.serving.openai_responses import Answer, Choice, TextRequest, Usage, add_prompt, error_event, merge_choices
 from upshift.serving.protocols.adapter_loading import LoadAdapterRequest, UnloadAdapterRequest
 from upshift.serving.protocols.anthropic_answers import MessageAnswer
@@ -46,7 +41,6 @@ from upshift.serving.protocols.batch_addresses import add_batch_addresses
 from upshift.serving.protocols.description import DescribedApp
 from upshift.serving.protocols.embeddings import CohereEmbedRequest, TeiEmbedRequest, read_floats
 from upshift.serving.protocols.ollama_addresses import OllamaAddresses
-from upshift.serving.protocols.ollama_requests import OllamaEmbed
 from upshift.serving.protocols.responses_addresses import ResponsesAddresses
 from upshift.serving.protocols.responses_requests import ResponsesRequest
 from upshift.serving.protocols.scoring import RerankRequest, ScoreRequest, ScoringRequest, engine_request, scores_of
@@ -88,7 +82,6 @@ class Site:
     origins: tuple[str, ...] = ()
 
 
-LATEST = ":latest"  # as Ollama's clients end the name of a model
 NO_ADDRESS = "Not Found"  # Starlette's words
 NamedRequest = TypeVar("NamedRequest", bound=RequestBody | MessagesPrompt)
 
@@ -228,9 +221,7 @@ class Server:
 
     async def embed(self, request: EmbeddingRequest) -> Response:
         request = self.name_model(request)
-        async with self._load(request.model, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
-            vectors = await engine.vectors(Embed(texts=request.texts(), dimensions=request.dimensions))
-        self.metrics.tokens.labels(request.model, "prompt").inc(vectors.tokens)
+        vectors = await self.compute_vectors(request.model, Embed(texts=request.texts(), dimensions=request.dimensions))
         is_encoded = request.encoding_format == "base64"
         data = [
             {"object": "embedding", "index": index, "embedding": row if is_encoded else read_floats(row)}
@@ -240,22 +231,28 @@ class Server:
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
 
     async def embed_for_cohere(self, request: CohereEmbedRequest) -> Response:
-        return await self.embed_texts(request)
+        return await self._embed_texts(request)
 
     async def embed_for_tei(self, request: TeiEmbedRequest) -> Response:
-        return await self.embed_texts(request)
+        return await self._embed_texts(request)
 
-    async def load_model(self, name: str) -> None:
-        """Load a model that generates, if it is not loaded."""
-        async with self._load(name, ("generate",)):
-            return
+    async def load_model(self, name: str, task: Task) -> Ready:
+        """Load a model of a task, if it is not loaded. Return the report of its engine."""
+        async with self._load(name, (task,)) as (engine, _):
+            assert engine.ready is not None
+            return engine.ready
 
-    async def embed_texts(self, request: CohereEmbedRequest | TeiEmbedRequest | OllamaEmbed) -> Response:
+    async def _embed_texts(self, request: CohereEmbedRequest | TeiEmbedRequest) -> Response:
         name = self.choose_model(request.model)
-        async with self._load(name, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
-            vectors = await engine.vectors(request.engine_request())
-        self.metrics.tokens.labels(name, "prompt").inc(vectors.tokens)
+        vectors = await self.compute_vectors(name, request.engine_request())
         return JSONResponse(request.answer(name, vectors.rows, vectors.tokens))
+
+    async def compute_vectors(self, name: str, request: Embed) -> Vectors:
+        """Return the vectors of texts, and count their tokens."""
+        async with self._load(name, ("encode",)) as (engine, seconds_left), asyncio.timeout(seconds_left):
+            vectors = await engine.vectors(request)
+        self.metrics.tokens.labels(name, "prompt").inc(vectors.tokens)
+        return vectors
 
     async def rerank(self, request: RerankRequest) -> Response:
         return await self._score(request)
@@ -441,11 +438,10 @@ class Server:
         return self._load(self.choose_model(name), TASKS)
 
     def choose_model(self, name: str | None) -> str:
-        """Return the name of a model that is served here, where LATEST may follow. Without a name, there must be one model."""
+        """Return the name of a model that is served here. Without a name, there must be one model."""
         if name is None and len(self.pool.engines) > 1:
             raise HTTPException(400, f"model is missing; give one of {', '.join(self.pool.engines)}")
         chosen = next(iter(self.pool.engines)) if name is None else name
-        chosen = chosen if chosen in self.pool.names else chosen.removesuffix(LATEST)
         self.check_model(chosen)
         return chosen
 

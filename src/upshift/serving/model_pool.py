@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.messages import Ready
@@ -27,9 +28,10 @@ class NoRoom(JobFailed):
 class ModelPool:
     """The engines of all models that a server offers, some of them loaded.
 
-    A load is a task of the pool. It goes on when the client whose request began it leaves. ``engines`` holds the engines by
-    model name. ``memory_bytes`` is the memory limit of all engines together, or None for no limit. ``sizes`` holds the bytes
-    that a model is expected to take at least. The first load of a model replaces its expected bytes by the measured bytes."""
+    Loading and unloading are tasks of the pool. They go on when the client whose request began them leaves. ``engines`` holds the
+    engines by model name. ``memory_bytes`` is the memory limit of all engines together, or None for no limit. ``sizes`` holds the
+    bytes that a model is expected to take at least. The first load of a model replaces its expected bytes by the measured
+    bytes."""
 
     engines: dict[str, ReplicaSet]
     metrics: Metrics
@@ -38,7 +40,7 @@ class ModelPool:
     adapters: dict[str, str] = field(default_factory=dict)  # names of their models, by the names of the adapters
     _load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _users: dict[str, int] = field(default_factory=dict)
-    _loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # that run now, by model name
+    _loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # that load or unload a model now, by its name
 
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
@@ -74,6 +76,20 @@ class ModelPool:
                 with suppress(NoRoom):
                     await contexts.enter_async_context(self.using(name))
 
+    async def unload(self, name: str) -> None:
+        """Unload a model. Raise RequestError if requests use it, or if it is being loaded."""
+        unload = self.begin_unload(name)
+        if unload is not None:
+            await asyncio.wait({unload})
+        if unload is None or self.engines[name].state != "asleep":
+            raise RequestError(f"{name} is used by other requests, and stays loaded; unload it when they have ended")
+
+    def begin_unload(self, name: str) -> asyncio.Task[None] | None:
+        """Begin to unload a model, and return the task. Return None if requests use the model, or if it is being loaded."""
+        if name in self._loads or self._users.get(name):
+            return None
+        return self._begin(name, self._unload(name))
+
     async def stop(self) -> None:
         """Cancel the loads that run, and stop all engines."""
         loads = list(self._loads.values())
@@ -94,13 +110,24 @@ class ModelPool:
         """Wait until a load of the model has ended, and begin one if none runs. Raise the load's error."""
         load = self._loads.get(name)
         if load is None:
-            load = asyncio.create_task(self._load(name))
-            load.add_done_callback(partial(self._end_load, name))
-            self._loads[name] = load
+            load = self._begin(name, self._load(name))
         await asyncio.wait({load})  # which does not cancel the load if it is itself canceled
         if load.cancelled():
             raise JobFailed(f"the server stops, and does not load {name}; ask another server")
         load.result()
+
+    def _begin(self, name: str, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the task of a model that loads or unloads it."""
+        task = asyncio.create_task(change)
+        task.add_done_callback(partial(self._end_load, name))
+        self._loads[name] = task
+        return task
+
+    async def _unload(self, name: str) -> None:
+        """Unload a model, unless a request has begun to use it meanwhile."""
+        async with self._load_lock:
+            if self.engines[name].state != "asleep" and not self._users.get(name):
+                await self.engines[name].stop()
 
     def _end_load(self, name: str, load: asyncio.Task[None]) -> None:
         """Forget a load that has ended. Log its error if no request waits for it."""

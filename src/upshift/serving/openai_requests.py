@@ -485,7 +485,7 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
     @property
-    def default_tokens(self) -> int:
+    def default_tokens(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS
 
     def prompts(self) -> list[Any]:

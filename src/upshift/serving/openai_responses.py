@@ -124,7 +124,7 @@ class Answer:
     """An answer with one or several choices, all under one ``id``. Pass every piece to ``add`` exactly once."""
 
     def __init__(self, request: TextRequest) -> None:
-        id_prefix, self.kind = ANSWER_KINDS[type(request)]
+        id_prefix, self.kind = ANSWER_KINDS[ChatRequest if isinstance(request, ChatRequest) else CompletionRequest]
         self.id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.request = request

@@ -1,11 +1,11 @@
-"""Tell clients why a request is rejected: the status, and the error in OpenAI's form in Anthropic's or in Ollama's."""
+"""Tell clients why a request is rejected: the status, and the error in OpenAI's form, in Anthropic's or in Ollama's."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from upshift.errors import JobFailed, RequestError
 from upshift.serving.engine_process import EngineDied, RequestRefused
 from upshift.serving.messages import CONTEXT_CODE, cut_error
+
+B = TypeVar("B", bound=BaseModel)
 
 
 class ErrorBody(BaseModel):
@@ -85,6 +87,18 @@ ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
 OLLAMA_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "model": OllamaErrorAnswer} for status, description in DESCRIPTIONS.items()
 }
+OLLAMA_NAMES = {  # of fields and addresses, by OpenAI's names for them
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "enable_thinking": "think",
+    "reasoning_effort": "think",
+    "guided_json": "format",
+    "/v1/chat/completions": "/api/chat",
+    "/v1/completions": "/api/generate",
+    "/v1/embeddings": "/api/embed",
+}
+OPENAI_NAME = re.compile(rf"(?<![\w/])({'|'.join(map(re.escape, OLLAMA_NAMES))})(?![\w/])")
+OTHER_VARIABLES = ", or set one of "  # begins the names of variables of a chat template, which Ollama's clients cannot set
 RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
@@ -115,8 +129,9 @@ class Refusal(NamedTuple):
         return {"error": {"message": cut_error(self.message), "type": error_type, "param": param, "code": self.code}}
 
     def ollama_body(self) -> dict[str, Any]:
-        """Return the error in Ollama's form."""
-        return {"error": cut_error(self.message)}
+        """Return the error in Ollama's form, with its names of the fields."""
+        message = self.message.partition(OTHER_VARIABLES)[0]
+        return {"error": cut_error(OPENAI_NAME.sub(lambda match: OLLAMA_NAMES[match[1]], message))}
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error in Anthropic's form. Its clients know a prompt that is too long by the words of the message."""
@@ -158,6 +173,14 @@ def refusal_of(error: BaseException) -> Refusal | None:
     if isinstance(error, JobFailed):
         return Refusal(503, str(error), retry_after=RETRY_SECONDS)
     return None
+
+
+def read_body(body_type: type[B], body: dict[str, Any]) -> B:
+    """Return a body as a request. Raise RequestError with the first problem if it is none."""
+    try:
+        return body_type.model_validate(body)
+    except ValidationError as error:
+        raise RequestError(refusal_of_problems(error.errors()).message) from None
 
 
 def body_error(error: ValidationError) -> RequestValidationError:

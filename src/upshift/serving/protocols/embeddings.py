@@ -62,14 +62,17 @@ class TeiEmbedRequest(CheckedBody):
 
     def answer(self, model: str, rows: list[str], tokens: int) -> list[list[float]]:
         """Return the body of the answer from the rows in base64."""
-        vectors = [read_floats(row) for row in rows]
-        if not self.normalize:
-            return vectors
-        lengths = [math.hypot(*vector) or 1.0 for vector in vectors]
-        return [[value / length for value in vector] for vector, length in zip(vectors, lengths, strict=True)]
+        return [(read_unit_vector if self.normalize else read_floats)(row) for row in rows]
 
 
 def read_floats(row: str) -> list[float]:
     """Return the numbers of a row in base64."""
     data = base64.b64decode(row)
     return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+def read_unit_vector(row: str) -> list[float]:
+    """Return the vector of a row in base64, scaled to length one. A vector of zeros stays as it is."""
+    vector = read_floats(row)
+    length = math.hypot(*vector) or 1.0
+    return [value / length for value in vector]

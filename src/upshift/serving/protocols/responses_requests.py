@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints
 
 from upshift.errors import RequestError
 from upshift.serving.openai_requests import ANY_OBJECT, HINT, MAX_LIKELIEST, ChatRequest, Effort, RequestBody, StreamOptions
 from upshift.serving.protocols.chat_messages import MAX_TOOLS, NOT_KEPT, Body, ToolName
-from upshift.serving.refusals import refusal_of_problems
+from upshift.serving.refusals import read_body
 
 Status = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"
@@ -227,10 +227,7 @@ def _chat_choice(choice: str | ForcedFunction | AllowedFunctions) -> Any:
 
 def read_chat(body: dict[str, Any]) -> ChatRequest:
     """Return the request of a chat. Raise RequestError with the first problem if it is none."""
-    try:
-        return ChatRequest.model_validate(body)
-    except ValidationError as error:
-        raise RequestError(refusal_of_problems(error.errors()).message) from None
+    return read_body(ChatRequest, body)
 
 
 def messages_of_items(items: Sequence[Item]) -> list[dict[str, Any]]:
