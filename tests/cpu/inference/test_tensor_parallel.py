@@ -389,7 +389,8 @@ def test_a_divided_encoder_serves_the_vectors_of_one_process_until_a_rank_dies(f
     rows = []
     for worker in workers:
         assert worker.take(Embed(id=1, texts=PROMPTS)) == []
-        vectors = [one.row for one in worker.encode_waiting() if isinstance(one, Vector)]
+        worker.encode_waiting()
+        vectors = [one.row for one in worker.take_answers() if isinstance(one, Vector)]
         rows.append(np.array([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in vectors]))
     assert rows[0].shape == (len(PROMPTS), 32) and 0 < np.abs(rows[0] - rows[1]).max() < 1e-5
     ranks: Any = workers[1].encoding.engine
