@@ -32,7 +32,7 @@ from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 from upshift.inference.workers import rank_group, rank_process
-from upshift.inference.workers.dispatcher import Job
+from upshift.inference.workers.dispatcher import Job, Task, read_answer
 from upshift.inference.workers.rank_group import RankGroup
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.embedding import EmbeddingWorker
@@ -324,7 +324,8 @@ def test_chunks_and_cached_prompts_of_ranks_change_no_token(folder: Path, monkey
     del left
     gc.collect()
     decoder.keep([])
-    assert decoder.ranks.compute("__getattribute__", "_kept") == {}
+    decoder.ranks._send(Task("__getattribute__", ("_kept",)))
+    assert [read_answer(connection.recv()) for connection in decoder.ranks._connections] == [{}, {}]
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

@@ -160,7 +160,7 @@ def test_the_web_server_keeps_nothing_of_its_requests() -> None:
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_a_cached_prompt_takes_the_bytes_that_are_reserved_for_it(precision: Any, width: int, tmp_path: Path) -> None:
-    """And a prompt that begins with it has the logits of one that was computed whole."""
+    """A prompt that begins with the cached one has the logits of a prompt that was computed whole."""
     source = find_weights(str(save_talker(tmp_path)))
     setup = EngineSetup(engine="torch", precision=precision, threads=1, batch=2)
     decoder = TorchDecoder(DecoderBuild(source, setup, tmp_path))

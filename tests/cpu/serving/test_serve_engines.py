@@ -177,6 +177,9 @@ for line in sys.stdin:
         say(kind="beat", live=0, waiting=asked["id"], resident_bytes=1)
     elif text == "long":
         print("x" * 2**23, flush=True)
+    elif text is not None and text.startswith("ending"):
+        print(text.partition("\\n")[2], file=sys.stderr, flush=True)
+        sys.exit(1)
     elif text == "odd":
         print("no JSON", flush=True)
     elif text == "failing":

@@ -22,7 +22,14 @@ from upshift.errors import RequestError
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
 from upshift.serving.engine.generation import GenerationWorker, answer_requests
-from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, PromptThread, ReadPrompt, token_replies
+from upshift.serving.engine.tokenization import (
+    LONG_CHARACTERS,
+    PromptReader,
+    PromptThread,
+    ReadPrompt,
+    takes_long,
+    token_replies,
+)
 from upshift.serving.engine_process import EngineProcess, RequestRefused
 from upshift.serving.messages import (
     Cancel,
@@ -275,7 +282,7 @@ GIVEN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}
 
 @pytest.mark.parametrize("own", ["", "{% for message in messages %}{{ message.content }}{% endfor %}"])
 def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
-    """Of a model that has none, or in place of its own. The engine is not started with a template that writes no chat."""
+    """It replaces a template that the model has. The engine does not start with a template that writes no chat."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = own or None
     tokenizer.save_pretrained(tmp_path)
@@ -298,7 +305,7 @@ def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marks", [*tokenization.FILL_MARKS, ()])
 def test_a_suffix_follows_the_answer(marks: tuple[str, ...]) -> None:
-    """By the control tokens of the tokenizer, and of no other tokenizer: without them, it is rejected."""
+    """The prompt has the control tokens of the tokenizer. If the tokenizer has none, the suffix is rejected."""
     tokenizer = byte_level_tokenizer(adds_bos=False)
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     prompts: Any = SimpleNamespace(tokenizer=tokenizer, media=None, tokenize=lambda texts: tokenizer(texts).input_ids)
@@ -316,6 +323,25 @@ def test_a_suffix_belongs_to_a_text() -> None:
     engine = Recording()
     app, _ = app_of(engine)
     asked: list[tuple[Any, str]] = [("x", "y"), ("x", ""), ([5], "y")]
-    text, empty, ids = posted(app, *({"prompt": prompt, "suffix": suffix} for prompt, suffix in asked))
+    bodies: list[dict[str, Any]] = [{"prompt": prompt, "suffix": suffix} for prompt, suffix in asked]
+    text, empty, ids, cut = posted(app, *bodies, {**bodies[0], "truncate_prompt_tokens": 9})
     assert [request.suffix for request in engine.requests] == ["y", None] and text.status_code == empty.status_code == 200
     assert ids.status_code == 400 and "suffix belongs to a prompt that is a text" in ids.json()["error"]["message"]
+    assert cut.status_code == 400 and "truncate_prompt_tokens would cut the prompt" in cut.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "{}"},
+        {"prompt": "x", "suffix": "{}"},
+        {"prompt": ({"role": "user", "content": "{}"},)},
+        {"prompt": (USER,), "tools": '["{}"]'},
+        {"prompt": (USER,), "template": TemplateOptions(variables='{"brief": "{}"}')},
+    ],
+)
+def test_a_long_text_in_any_field_is_read_in_the_thread(fields: dict[str, Any]) -> None:
+    """The engine's own thread reads the short ones, and computes the answers of others meanwhile."""
+    request = Generate(**fields)
+    long = request.to_json().replace("{}", "x" * (LONG_CHARACTERS + 1))
+    assert not takes_long(request) and takes_long(Generate.from_json(long, origin="the request"))

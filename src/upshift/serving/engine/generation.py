@@ -530,7 +530,8 @@ class GenerationWorker:
         if is_token_ids(prompt):
             return list(prompt)
         if not has_media(prompt):
-            return reader.read(prompt, request.tools, request.template, getattr(request, "suffix", None))
+            suffix = request.suffix if isinstance(request, Generate) else None
+            return reader.read(prompt, request.tools, request.template, suffix)
         key = json.dumps([prompt, request.tools, request.template.to_json()])  # each choice of an answer has the same prompt
         return self._processed.find_or_process(key, lambda: reader.read(prompt, request.tools, request.template))
 
