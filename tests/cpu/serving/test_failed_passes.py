@@ -161,7 +161,8 @@ def test_the_log_has_the_origin_of_an_error_and_its_name_last() -> None:
     """A fault of ours is not called one of the engine's library."""
 
     def find_nothing() -> Any:
-        return {}["nothing"]
+        empty: dict[str, int] = {}
+        return empty["nothing"]
 
     def text_of(error: Exception) -> list[str]:
         return describe_end(error).splitlines()
