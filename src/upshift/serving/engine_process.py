@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 State = Literal["asleep", "starting", "ready", "failed"]
 END_SECONDS = 5.0  # an engine may take to end by itself
 MAX_DEATHS = 3  # in a row, before the engine was ready
-ERROR_LINES = 20  # of the engine's standard error
+ERROR_LINES = 200  # of the engine's standard error, which ends with the traceback of an error
 IDLE = Heartbeat(live=0, waiting=0, resident_bytes=0)  # until the first heartbeat comes
 
 
@@ -271,14 +271,20 @@ class EngineProcess:
             await self._process.wait()
             await error_reader
             if was_ready:
-                last_line = self._error_lines[-1] if self._error_lines else "it said nothing"
-                logger.error("the engine of %s ended, and is started again: %s", self.request.model, last_line)
+                self._log_end()
         except Exception as error:  # a process whose output cannot be read is of no use
             self._error_lines.append(f"its answer was not understood ({type(error).__name__})")
             logger.error("the engine of %s is ended: %s", self.request.model, self._error_lines[-1])
             await kill_process(self._process)
         self._abandon_requests()
         return was_ready
+
+    def _log_end(self) -> None:
+        """Log the traceback of the error that ended the engine, if it wrote one, and then its last line."""
+        lines = list(self._error_lines) or ["it said nothing"]
+        begin = next((index for index, line in enumerate(lines) if line.startswith("Traceback")), len(lines) - 1)
+        reason = f"the engine of {self.request.model} ended, and is started again: {lines[-1]}"
+        logger.error("%s", "\n".join([*lines[begin:-1], reason]))
 
     def _take_message(self, message: EngineMessage, death_time: float) -> None:
         if isinstance(message, Ready):

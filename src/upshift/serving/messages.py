@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from upshift.errors import RequestError
-from upshift.inference.engine_errors import ComputationFailed
+from upshift.errors import EngineFailed, RequestError
+from upshift.inference.engine_errors import ComputationFailed, reason_of
 from upshift.value import Value
 
 PromptEnding = Literal["answer", "nothing", "open"]  # of a chat: an answer begins, nothing follows, or the last message goes on
@@ -355,14 +355,19 @@ class Refused(Value):
 
     @classmethod
     def from_error(cls, id: int, error: Exception) -> Refused:
-        """Return the answer to a request that failed with ``error`` while the other requests go on."""
+        """Return the answer to a request that failed with ``error``: alone, or with the engine if that is an EngineFailed."""
         if isinstance(error, ContextTooLong):
             return cls(id=id, status=400, why=str(error), code=CONTEXT_CODE)
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
-        failure = error.kind if isinstance(error, ComputationFailed) else type(error).__name__
-        reason = error.reason if isinstance(error, ComputationFailed) else f"{failure}: {error}"
-        return cls(id=id, status=500, why=f"the engine failed at this request alone: {reason}", failure=failure)
+        cause = error.__cause__ if isinstance(error, EngineFailed) and isinstance(error.__cause__, Exception) else error
+        failure = cause.kind if isinstance(cause, ComputationFailed) else type(cause).__name__
+        if isinstance(error, EngineFailed):
+            why = f"the engine failed, and starts again: {reason_of(cause)}"
+        else:
+            reason = cause.reason if isinstance(cause, ComputationFailed) else f"{failure}: {cause}"
+            why = f"the engine failed at this request alone: {reason}"
+        return cls(id=id, status=500, why=why, failure=failure)
 
 
 class Heartbeat(Value):

@@ -466,6 +466,8 @@ class CompletionRequest(SamplingRequest):
             raise RequestError("max_tokens is 0, so there is no answer; give 1 or more, or echo, or prompt_logprobs")
         if self.suffix and not all(isinstance(prompt, str) for prompt in _split_texts(self.prompt)):
             raise RequestError("suffix belongs to a prompt that is a text, and this one has token ids; leave suffix out")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise RequestError("truncate_prompt_tokens would cut the prompt or its suffix; leave out one of them")
 
     def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
         return super().engine_request(prompt, seed=seed).model_copy(update={"suffix": self.suffix or None})

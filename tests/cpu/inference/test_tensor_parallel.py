@@ -26,13 +26,13 @@ from upshift.errors import EngineEnded, JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.inference import registry, tensor_parallel
 from upshift.inference.generation.engines import torch_decoder
-from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.engines.base import DecoderBuild, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 from upshift.inference.workers import rank_group, rank_process
-from upshift.inference.workers.dispatcher import Job
+from upshift.inference.workers.dispatcher import Job, Task
 from upshift.inference.workers.rank_group import RankGroup
 from upshift.serving.engine.admission import Ticket, TtftEstimator
 from upshift.serving.engine.embedding import EmbeddingWorker
@@ -324,7 +324,10 @@ def test_chunks_and_cached_prompts_of_ranks_change_no_token(folder: Path, monkey
     del left
     gc.collect()
     decoder.keep([])
-    assert decoder.ranks.compute("__getattribute__", "_kept") == {}
+    for number in range(next(decoder._numbers)):  # of all that the ranks ever kept
+        decoder.ranks._send(Task("_find", (Prefix(0, number),)))
+        answers = [connection.recv() for connection in decoder.ranks._connections]
+        assert all("KeyError" in (found.error or "") for found in answers), f"a rank keeps {number}"
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -389,7 +392,8 @@ def test_a_divided_encoder_serves_the_vectors_of_one_process_until_a_rank_dies(f
     rows = []
     for worker in workers:
         assert worker.take(Embed(id=1, texts=PROMPTS)) == []
-        vectors = [one.row for one in worker.encode_waiting() if isinstance(one, Vector)]
+        worker.encode_waiting()
+        vectors = [one.row for one in worker.take_answers() if isinstance(one, Vector)]
         rows.append(np.array([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in vectors]))
     assert rows[0].shape == (len(PROMPTS), 32) and 0 < np.abs(rows[0] - rows[1]).max() < 1e-5
     ranks: Any = workers[1].encoding.engine

@@ -64,9 +64,12 @@ class Letters:
         return np.array([[max(row, default=-np.inf), len(row)] for row in ids], dtype=np.float32)
 
 
-def embedded(monkeypatch: pytest.MonkeyPatch, *asked: Embed | Cancel, **more: Any) -> tuple[list[Any], Letters]:
-    """What is said of these, which come at once, behind that it is ready."""
-    inbox, said, made = queue.Queue[Any](), list[Any](), list[Letters]()
+def embedded(
+    monkeypatch: pytest.MonkeyPatch, *asked: Embed | Cancel, said: list[Any] | None = None, **more: Any
+) -> tuple[list[Any], Letters]:
+    """Return the answers to these requests, which come at once, and the encoder. ``said`` gets all messages, also if it fails."""
+    said = [] if said is None else said
+    inbox, made = queue.Queue[Any](), list[Letters]()
 
     def tell(values: list[Any]) -> None:
         said.extend(values)
@@ -174,6 +177,9 @@ for line in sys.stdin:
         say(kind="beat", live=0, waiting=asked["id"], resident_bytes=1)
     elif text == "long":
         print("x" * 2**23, flush=True)
+    elif text is not None and text.startswith("ending"):
+        print(text.partition("\\n")[2], file=sys.stderr, flush=True)
+        sys.exit(1)
     elif text == "odd":
         print("no JSON", flush=True)
     elif text == "failing":
@@ -346,5 +352,18 @@ def test_an_encoder_that_fails_at_everything_starts_again(monkeypatch: pytest.Mo
     """A library's error fails one request in one line; after three in a row, the process ends with the reason."""
     answers, _ = embedded(monkeypatch, Embed(id=1, texts=("!",)), Embed(id=2, texts=("!",)), Embed(id=3, texts=("a",)))
     assert [one.id for one in answers if isinstance(one, Refused)] == [1, 2]
-    with pytest.raises(EngineFailed, match="3 passes failed in a row, the last one with: no exclamation marks"):
-        embedded(monkeypatch, *(Embed(id=number, texts=("!",)) for number in range(3)))
+    for good in (0, 1):  # a request that was answered keeps its vector, and each that failed is told
+        said: list[Any] = []
+        asked = [Embed(id=number, texts=("a" if number < good else "!",)) for number in range(3 + good)]
+        with pytest.raises(EngineFailed, match="3 passes failed in a row, the last one with: no exclamation marks"):
+            embedded(monkeypatch, *asked, said=said)
+        answers = [(one.id, isinstance(one, Refused)) for one in said if isinstance(one, Refused | Vector)]
+        assert answers == [(number, number >= good) for number in range(3 + good)]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_with_many_bad_texts_ends_alone(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has several parts in one pass, and counts as one failure."""
+    many = [Embed(id=number, texts=("!",) * 4 * embedding.PART_TEXTS) for number in (1, 2)]
+    answers, _ = embedded(monkeypatch, *many, *[Embed(id=3, texts=("a",))] * others)
+    assert [(one.id, type(one)) for one in answers] == [(1, Refused), (2, Refused), (3, Vector)][: 2 + others]

@@ -12,17 +12,30 @@ from typing import Any
 
 import httpx2
 import pytest
-from chat_models import byte_level_tokenizer
+from chat_models import CHATML, byte_level_tokenizer, save_model
 from test_serve_faults import Recording, app_of, posted
 from test_serving_parts import of_several
 from test_tool_calls import TEMPLATES, TOOLS, USER, folder, make_tokenizer, message_of  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import RequestError
+from upshift.inference.generation.media import MediaPrompts
+from upshift.inference.generation.prompts import Prompts
+from upshift.models.source import ModelSource
 from upshift.serving.app import Server, make_app
 from upshift.serving.engine import tokenization
+from upshift.serving.engine.admission import Ticket
+from upshift.serving.engine.answer_pieces import NewToken, make_pieces
+from upshift.serving.engine.chat_template import ChatTemplate, find_turn_end
 from upshift.serving.engine.generation import GenerationWorker, answer_requests
-from upshift.serving.engine.tokenization import LONG_CHARACTERS, PromptReader, PromptThread, ReadPrompt, token_replies
+from upshift.serving.engine.tokenization import (
+    LONG_CHARACTERS,
+    PromptReader,
+    PromptThread,
+    ReadPrompt,
+    takes_long,
+    token_replies,
+)
 from upshift.serving.engine_process import EngineProcess, RequestRefused
 from upshift.serving.messages import (
     Cancel,
@@ -275,7 +288,7 @@ GIVEN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}
 
 @pytest.mark.parametrize("own", ["", "{% for message in messages %}{{ message.content }}{% endfor %}"])
 def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
-    """Of a model that has none, or in place of its own. The engine is not started with a template that writes no chat."""
+    """It replaces a template that the model has. The engine does not start with a template that writes no chat."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = own or None
     tokenizer.save_pretrained(tmp_path)
@@ -288,7 +301,7 @@ def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
     chat = ({"role": "user", "content": "a question"},)
     (tokens,) = worker.answer(Tokenize(id=1, prompt=chat))
     assert tokens.ids == tuple(tokenizer("[user] a question [answer]", add_special_tokens=False).input_ids)  # type: ignore[attr-defined]
-    assert worker._replaces_template == bool(own)
+    assert worker._template.replaces == bool(own)
     for template, words in (("{% for", "is no Jinja template"), ("{{ 'hello' }}", "does not write a chat")):
         with pytest.raises(RequestError, match=f"--chat-template {words}"):
             GenerationWorker(request.changed(chat_template=template))
@@ -296,9 +309,67 @@ def test_a_given_template_writes_the_chats(own: str, tmp_path: Path) -> None:
     assert own or "start the server with --chat-template" in answered.why  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["im", "xy"])
+def test_an_answer_ends_where_a_given_template_ends_a_turn(name: str, tmp_path: Path) -> None:
+    """At the token for it, or at its text if the tokenizer has no such token. Answers to plain texts go on."""
+    tokenizer = byte_level_tokenizer(None, adds_bos=False)
+    template = CHATML.replace("im_", f"{name}_")
+    request = EngineRequest(model=str(save_model(tmp_path, tokenizer)), engine="torch", chat_template=template)
+    worker = GenerationWorker(request)
+    ids = tokenizer(f"yes<|{name}_end|>\n<|{name}_start|>user\nfox").input_ids
+
+    def answer(**fields: Any) -> Piece:
+        request = Generate(id=1, options={"max_new_tokens": 99}, **fields)
+        sequence = worker._make_sequence(request)
+        opened = worker._open_request(request, Ticket(1, sequence, 0.0))
+        tokens: list[NewToken] = []
+        for token in ids:
+            sequence.add(token)
+            tokens.append(NewToken(opened, token, sequence.ending, not tokens, None))
+            if sequence.ending is not None:
+                break
+        (piece,) = make_pieces(tokens)
+        assert isinstance(piece, Piece)
+        return piece
+
+    for shows_stop in (False, True):
+        piece = answer(prompt=(USER,), shows_stop_string=shows_stop)
+        assert (piece.text, piece.ending, piece.stop_string) == ("yes", "stop", None)
+    for more in ({"prompt": "x"}, {"prompt": (USER,), "ignore_eos": True}):
+        piece = answer(**more)
+        assert piece.text.endswith("fox") and piece.ending is None
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        ("{% for message in messages %}{{ message.content + eos_token }}{% endfor %}", "</s>"),
+        ("{% for message in messages %}{{ message.content }}\n\n{% endfor %}", ""),
+        (GIVEN, ""),
+        ("{% if messages|length == 2 %}{{ messages[0].content }} {{ messages[1].content }} END{% endif %}", ""),
+        ("{% for one in messages %}{{ one.content }}{{ '|' if one.role == 'assistant' else '>' }}{% endfor %}", "|"),
+    ],
+)
+def test_the_end_of_a_turn_is_what_follows_each_answer(template: str, end: str) -> None:
+    """What a template writes behind the last turn alone is no end of a turn, and neither is white space."""
+    assert find_turn_end(ChatTemplate(byte_level_tokenizer(template))) == end
+
+
+@pytest.mark.parametrize("owns", [(False, False), (False, True), (True, False)])
+def test_a_template_that_only_the_processor_has_is_replaced_too(owns: tuple[bool, bool]) -> None:
+    tokenizer, processor = (SimpleNamespace(chat_template="{{ messages }}" if own else None) for own in owns)
+    prompts = Prompts.__new__(Prompts)
+    prompts.tokenizer = tokenizer
+    prompts.media = MediaPrompts(ModelSource(reference="m", directory=None, config={}))
+    prompts.media.__dict__["processor"] = processor  # as if it had been loaded
+    assert prompts.use_template(GIVEN) == any(owns)
+    assert tokenizer.chat_template == processor.chat_template == GIVEN
+
+
 @pytest.mark.parametrize("marks", [*tokenization.FILL_MARKS, ()])
 def test_a_suffix_follows_the_answer(marks: tuple[str, ...]) -> None:
-    """By the control tokens of the tokenizer, and of no other tokenizer: without them, it is rejected."""
+    """The prompt has the control tokens of the tokenizer. If the tokenizer has none, the suffix is rejected."""
     tokenizer = byte_level_tokenizer(adds_bos=False)
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     prompts: Any = SimpleNamespace(tokenizer=tokenizer, media=None, tokenize=lambda texts: tokenizer(texts).input_ids)
@@ -316,6 +387,25 @@ def test_a_suffix_belongs_to_a_text() -> None:
     engine = Recording()
     app, _ = app_of(engine)
     asked: list[tuple[Any, str]] = [("x", "y"), ("x", ""), ([5], "y")]
-    text, empty, ids = posted(app, *({"prompt": prompt, "suffix": suffix} for prompt, suffix in asked))
+    bodies: list[dict[str, Any]] = [{"prompt": prompt, "suffix": suffix} for prompt, suffix in asked]
+    text, empty, ids, cut = posted(app, *bodies, {**bodies[0], "truncate_prompt_tokens": 9})
     assert [request.suffix for request in engine.requests] == ["y", None] and text.status_code == empty.status_code == 200
     assert ids.status_code == 400 and "suffix belongs to a prompt that is a text" in ids.json()["error"]["message"]
+    assert cut.status_code == 400 and "truncate_prompt_tokens would cut the prompt" in cut.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "MUCH"},
+        {"prompt": "x", "suffix": "MUCH"},
+        {"prompt": ({"role": "user", "content": "MUCH"},)},
+        {"prompt": (USER,), "tools": '["MUCH"]'},
+        {"prompt": (USER,), "template": TemplateOptions(variables='{"brief": "MUCH"}')},
+    ],
+)
+def test_a_long_text_in_any_field_is_read_in_the_thread(fields: dict[str, Any]) -> None:
+    """The engine's own thread reads the short ones, and computes the answers of others meanwhile."""
+    request = Generate(**fields)
+    long = request.to_json().replace("MUCH", "x" * (LONG_CHARACTERS + 1))
+    assert not takes_long(request) and takes_long(Generate.from_json(long, origin="the request"))

@@ -85,7 +85,6 @@ class MediaPrompts:
     def __init__(self, source: ModelSource) -> None:
         self._source = source
         self._processed = ProcessedPrompts()
-        self.template: str | None = None  # a chat template in place of the processor's own
 
     @cached_property
     def processor(self) -> Any:
@@ -106,9 +105,16 @@ class MediaPrompts:
             raise RequestError(f"the processor of {reference!r} does not load: {one_line(error)}") from None
         except (OSError, ValueError) as error:
             raise RequestError(f"{reference!r} has no processor that loads ({error}); save one beside the model") from None
-        if self.template is not None:
-            processor.chat_template = self.template
         return processor
+
+    def use_template(self, template: str) -> bool:
+        """Write chats with images by this template, if the model reads them. Return whether the processor has one of its own."""
+        try:
+            has_own = bool(getattr(self.processor, "chat_template", None))
+        except RequestError:  # there is no processor, which a prompt with images says
+            return False
+        self.processor.chat_template = template
+        return has_own
 
     def tokenize(self, prompt: Any, name: str, *, chat: bool) -> list[int]:
         """Return the token ids of a prompt with images, and the model's inputs for them. ``name`` names the prompt.

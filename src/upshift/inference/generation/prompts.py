@@ -40,10 +40,10 @@ class Prompts:
             self._check_template()
 
     def use_template(self, template: str) -> bool:
-        """Write chats by this template. Return whether it takes the place of one that the tokenizer has."""
+        """Write chats by this template. Return whether it takes the place of one that the tokenizer or the processor has."""
         has_own = bool(self.tokenizer.chat_template)
-        self.tokenizer.chat_template = self.media.template = template
-        return has_own
+        self.tokenizer.chat_template = template
+        return self.media.use_template(template) or has_own
 
     def tokenize(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
         """Return the token ids of prompts. ``first`` is the index of the first prompt among all, for messages.

@@ -137,21 +137,35 @@ class TextStream:
     """The text of one answer, up to the first stop string.
 
     ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come.
-    ``shows_stop``: the text ends with the stop string. ``stop_string`` is the stop string that has ended the text, or None."""
+    ``shows_stop``: the text ends with the stop string. ``turn_end`` is the one of the stop strings that ends a turn of the chat
+    template. It is not shown."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), *, shows_stop: bool = False) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        *,
+        shows_stop: bool = False,
+        turn_end: str | None = None,
+    ) -> None:
         self._decode = decode
+        self._turn_end = turn_end
         self._shows_stop = shows_stop
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._decoded = 0  # tokens whose text is complete
         self._context_start = 0  # the tokens from here on are decoded together with the next ones
         self._held_back = ""
-        self.stop_string: str | None = None
+        self._found_stop: str | None = None
+
+    @property
+    def stop_string(self) -> str | None:
+        """Return the stop string of the request that has ended the text, or None."""
+        return None if self._found_stop == self._turn_end else self._found_stop
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
-        if self.stop_string is not None:
+        if self._found_stop is not None:
             return ""
         self._tokens += tokens
         old_text = self._decode(self._tokens[self._context_start : self._decoded])
@@ -162,8 +176,8 @@ class TextStream:
             self._decoded = len(self._tokens)
         found_stops = [(offset, stop) for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
         if found_stops:
-            offset, self.stop_string = min(found_stops)
-            return self._held_back[: offset + (len(self.stop_string) if self._shows_stop else 0)]
+            offset, self._found_stop = min(found_stops)
+            return self._held_back[: offset + (len(self.stop_string or "") if self._shows_stop else 0)]
         held_length = 0
         if not last:
             held_length = max((partial_length(self._held_back, stop) for stop in self._stops), default=0)

@@ -11,12 +11,13 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, meta
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.inference.generation.media import IMAGE, MediaPrompts, has_media, media_parts
+from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import Prompts
 from upshift.internals.transformers_names import COMPILE_TEMPLATE
 from upshift.loading.media_files import read_image_file
@@ -26,21 +27,51 @@ from upshift.training.data.chat_template import check_chat_template
 logger = logging.getLogger(__name__)
 
 QUESTION = {"role": "user", "content": "zqx_question"}  # of the made-up chats that show what a template writes
+ANSWER = {"role": "assistant", "content": "zqx_answer"}
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that let a model reason, or not
 EFFORT = "reasoning_effort"
 MAX_PIXELS = 2**25  # of one picture: a small file can have more than fit into memory
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # that a template raises for messages that it does not take
 
 
-def use_template(prompts: Prompts, template: str | None) -> bool:
-    """Write chats by a template of the user, if there is one. Raise RequestError if it writes no chat.
+class GivenTemplate(NamedTuple):
+    """A chat template of the user. ``replaces``: the model has one of its own, which is not used.
 
-    Return whether it takes the place of one that the tokenizer has."""
+    The model may not know how the template ends a turn. So an answer ends with the token ``end_id``, or before ``end_text``."""
+
+    replaces: bool = False
+    end_id: int | None = None
+    end_text: str | None = None
+
+    def end_answer(self, options: GenerationOptions) -> GenerationOptions:
+        """Return the options of an answer in a chat, which ends where the template ends a turn."""
+        ids = options.eos_token_id if self.end_id is None else (*options.eos_token_id, self.end_id)
+        stops = options.stop_strings if self.end_text is None else (*options.stop_strings, self.end_text)
+        return options.changed(eos_token_id=tuple(dict.fromkeys(ids)), stop_strings=tuple(dict.fromkeys(stops)))
+
+
+def use_template(prompts: Prompts, template: str | None) -> GivenTemplate:
+    """Write chats by a template of the user, if there is one. Raise RequestError if it writes no chat."""
     if template is None:
-        return False
+        return GivenTemplate()
     replaces = prompts.use_template(template)
     check_chat_template(prompts.tokenizer)
-    return replaces
+    end = find_turn_end(ChatTemplate(prompts.tokenizer))
+    end_id = prompts.tokenizer.get_vocab().get(end) if end else None
+    return GivenTemplate(replaces, end_id, end if end and end_id is None else None)
+
+
+def find_turn_end(template: ChatTemplate) -> str:
+    """Return the text with which the template ends the turn of an answer, without the white space around it.
+
+    It is empty if the template writes none. What stands only behind the last turn is no such text."""
+    text = template.try_write([QUESTION, ANSWER], answers=True)
+    continued_text = template.try_write([QUESTION, ANSWER, QUESTION])
+    if text is None:
+        return ""
+    end = text.rpartition(ANSWER["content"])[2].strip()
+    is_last_only = continued_text is not None and not continued_text.rpartition(ANSWER["content"])[2].lstrip().startswith(end)
+    return "" if is_last_only else end
 
 
 class ChatTemplate:

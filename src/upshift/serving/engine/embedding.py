@@ -101,7 +101,7 @@ def serve_embeddings(
     try:
         answer_requests(worker, inbox, send)
     finally:
-        send([*worker.failures])
+        send(worker.take_answers())
 
 
 def answer_requests(worker: EmbeddingWorker, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
@@ -116,7 +116,8 @@ def answer_requests(worker: EmbeddingWorker, inbox: queue.Queue[Any], send: Call
                 raise message
             refusals += worker.take(message)
         send(refusals)
-        send(worker.encode_waiting())
+        worker.encode_waiting()
+        send(worker.take_answers())
         send([worker.heartbeat()])
 
 
@@ -138,7 +139,7 @@ class EmbeddingWorker:
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[WaitingTexts] = deque()
         self._failed_passes = 0  # in a row
-        self.failures: list[Refused] = []  # of the pass at which the engine ended
+        self._answers: list[Value] = []  # that are not sent yet
         expected_texts = _expected_texts(request, self.encoder.tokenizer.shortest)
         texts = [_halve(text) for text in expected_texts] if reads_pairs else expected_texts
         ids = self._tokenize(texts)
@@ -199,12 +200,16 @@ class EmbeddingWorker:
         self.waiting.append(WaitingTexts(message))
         return []
 
-    def encode_waiting(self) -> list[Value]:
-        """Encode the next texts of the waiting requests, which take turns. Return the answers.
+    def take_answers(self) -> list[Value]:
+        """Return the answers of the last pass, also if it raised an error, and forget them."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def encode_waiting(self) -> None:
+        """Encode the next texts of the waiting requests, which take turns. ``take_answers`` returns the answers.
 
         The texts have at most as many tokens as a pass may have, and there is at least one. A request with more of them, or with
         more than PART_TEXTS where others wait, goes on in the next passes."""
-        answers: list[Value] = []
         parts: list[Part] = []
         texts_left = MAX_BATCH_TEXTS
         tokens_left = self._pass_tokens
@@ -214,8 +219,7 @@ class EmbeddingWorker:
                 with panics_as_errors():
                     self._tokenize_next(waiting)
             except Exception as error:  # from the tokenizer, at this request's texts
-                answers.append(Refused.from_error(waiting.request.id, error))
-                waiting.has_failed = True
+                self._fail(waiting, Refused.from_error(waiting.request.id, error))
                 continue
             ids = waiting.take_ids(texts_left, tokens_left, takes_any=not parts)
             if ids:
@@ -228,7 +232,8 @@ class EmbeddingWorker:
                 self.waiting.appendleft(waiting)
                 break
         parts = [(waiting, ids) for waiting, ids in parts if not waiting.has_failed]
-        return answers + self._encode(parts) if parts else answers
+        if parts:
+            self._encode(parts)
 
     @property
     def _pass_tokens(self) -> int:
@@ -249,7 +254,7 @@ class EmbeddingWorker:
         waiting.ids = self._tokenize(self._cut_documents(waiting.request, start, end))
         waiting.tokenized = end
 
-    def _encode(self, parts: list[Part]) -> list[Value]:
+    def _encode(self, parts: list[Part]) -> None:
         """Encode texts of all requests together. If that fails, encode those of each request by themselves, so that a bad request
         fails alone."""
         start_time = time.perf_counter()
@@ -258,69 +263,73 @@ class EmbeddingWorker:
             with panics_as_errors():
                 rows: np.ndarray = self._rows(rows_of_ids)
         except EngineFailed as error:  # another engine would end at the same texts
-            self.failures += [Refused.from_error(waiting.request.id, error) for waiting, _ in parts]
+            for waiting in _by_request(parts):
+                self._fail(waiting, Refused.from_error(waiting.request.id, error))
             raise
         except EngineEnded:
             raise
         except Exception as error:  # caused by one of the requests
-            if len(parts) > 1:
-                return [answer for part in parts for answer in self._encode([part])]
-            waiting = parts[0][0]
-            if not isinstance(error, RequestError):
-                self._count_failure(waiting, error)
-            return [] if waiting.has_failed else self._fail(waiting, Refused.from_error(waiting.request.id, error))
+            self._encode_apart(_by_request(parts), error)
+            return
         self._failed_passes = 0
         seconds = time.perf_counter() - start_time
         self.text_seconds = smooth(self.text_seconds, seconds / len(rows_of_ids))
         self.token_seconds = smooth(self.token_seconds, seconds / max(sum(map(len, rows_of_ids)), 1))
-        answers: list[Value] = []
         start = 0
         for waiting, text_ids in parts:
             if not waiting.has_failed:
-                answers += self._answer(waiting, rows[start : start + len(text_ids)], text_ids)
+                self._answer(waiting, rows[start : start + len(text_ids)], text_ids)
             start += len(text_ids)
-        return answers
 
-    def _count_failure(self, waiting: WaitingTexts, error: Exception) -> None:
-        """Raise EngineFailed at the last of MAX_FAILURES failed passes in a row, because the engine is broken."""
+    def _encode_apart(self, parts: dict[WaitingTexts, list[Part]], error: Exception) -> None:
+        """Encode each request by itself after a pass with all of them failed with ``error``. If it had one request, that fails.
+
+        Raise EngineFailed at the last of MAX_FAILURES failed requests in a row, because the engine is broken."""
+        if len(parts) > 1:
+            for own_parts in parts.values():
+                self._encode(own_parts)
+            return
+        (waiting,) = parts
+        self._fail(waiting, Refused.from_error(waiting.request.id, error))
+        if isinstance(error, RequestError):
+            return
         self._failed_passes += 1
         if self._failed_passes >= MAX_FAILURES:
-            self.failures.append(Refused.from_error(waiting.request.id, error))
             raise EngineFailed(f"{self._failed_passes} passes failed in a row, the last one with: {error}") from error
 
-    def _fail(self, waiting: WaitingTexts, refused: Refused) -> list[Value]:
-        """Give up the other texts of a request. Return its refusal."""
+    def _fail(self, waiting: WaitingTexts, refused: Refused) -> None:
+        """Refuse a request, and give up its other texts."""
         waiting.has_failed = True
         self.waiting = deque(other for other in self.waiting if other is not waiting)
-        return [refused]
+        self._answers.append(refused)
 
     def _rows(self, ids: list[list[int]]) -> np.ndarray:
         """Return vectors, or the scores of pairs without their activation, which a request may leave out."""
         return self.encoding.rows(ids, raw=True) if self.reads_pairs else self.encoding.rows(ids)
 
-    def _answer(self, waiting: WaitingTexts, rows: np.ndarray, text_ids: list[list[int]]) -> list[Value]:
-        """Return one message per text, because a line has a maximum length. Return a refusal if a vector has numbers
+    def _answer(self, waiting: WaitingTexts, rows: np.ndarray, text_ids: list[list[int]]) -> None:
+        """Answer with one message per text, because a line has a maximum length. Refuse the request if a vector has numbers
         that are not finite, or if there are too few dimensions."""
         request = waiting.request
         is_finite = np.isfinite(rows).all(1)
         if not is_finite.all():
             index = waiting.answered + int(is_finite.argmin())
             reason = f"input {index} has no vector of finite numbers: those of the model are too large for its precision"
-            return self._fail(waiting, Refused(id=request.id, status=500, why=reason, failure="OverflowError"))
+            self._fail(waiting, Refused(id=request.id, status=500, why=reason, failure="OverflowError"))
+            return
         if self.reads_pairs and not request.raw:
             rows = activate(rows, self.encoder.config)
         if request.dimensions is not None:
             if request.dimensions > rows.shape[1]:
                 reason = f"dimensions is {request.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
-                return self._fail(waiting, Refused(id=request.id, status=400, why=reason))
+                self._fail(waiting, Refused(id=request.id, status=400, why=reason))
+                return
             rows = shorten(rows, request.dimensions, normalize=self.encoder.config.normalize)
-        vectors: list[Value] = []
         for row, ids in zip(rows, text_ids, strict=True):
             waiting.answered += 1
             encoded = base64.b64encode(row.astype("<f4").tobytes()).decode()
             is_last = waiting.answered == len(request.inputs)
-            vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=is_last))
-        return vectors
+            self._answers.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=is_last))
 
     def _cut_documents(self, request: Embed, start: int, end: int) -> Sequence[Any]:
         """Return these inputs of a request, whose documents have at most as many tokens as it allows."""
@@ -359,6 +368,14 @@ class EmbeddingWorker:
                 "reduce the length of the input."
             )
         return list(ids)
+
+
+def _by_request(parts: list[Part]) -> dict[WaitingTexts, list[Part]]:
+    """Return the parts of each request, in the order of their requests."""
+    grouped: dict[WaitingTexts, list[Part]] = {}
+    for part in parts:
+        grouped.setdefault(part[0], []).append(part)
+    return grouped
 
 
 def _is_pair(text: Any) -> bool:

@@ -149,7 +149,7 @@ class GenerationWorker:
             tensor_parallel=request.tensor_parallel,
             adapters=list(request.adapters.values()),
         )
-        self._replaces_template = use_template(self.generator.prompts, request.chat_template)
+        self._template = use_template(self.generator.prompts, request.chat_template)
         eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
         self.prompt_length, self.output_length = prompt_and_answer_lengths(
             self.generator.source,
@@ -184,18 +184,17 @@ class GenerationWorker:
         times = self._measure(race, prompts, rows, cache_tokens)
         self._pictures.prove(self.scheduler.engine)
         self.seconds["proving"] = time.perf_counter() - start
-        output_length = self.output_length
         self.scheduler.estimator = TtftEstimator(
             token_seconds=times.prompt_token,
             step_seconds=times.step,
-            output_length=output_length,
+            output_length=self.output_length,
             learned=self.request.learned,
         )
         max_ttft_ms = self.request.max_ttft_ms
         self.scheduler.max_ttft = None if max_ttft_ms is None else max_ttft_ms / 1e3
         prompt_length = sum(map(len, prompts)) / len(prompts)
         # A first token takes no step of its own, unless it comes from a pass that also steps the other rows.
-        steps = output_length - (not self._mixes)
+        steps = self.output_length - (not self._mixes)
         batch_seconds = rows * prompt_length * times.prompt_token + times.step * steps
         return Ready(
             task="generate",
@@ -205,7 +204,7 @@ class GenerationWorker:
             positions=self.generator.longest,
             resident_bytes=self._resident_bytes(),
             chats=bool(self.generator.prompts.tokenizer.chat_template),
-            replaces_template=self._replaces_template,
+            replaces_template=self._template.replaces,
             lost_adapters=self._lost_adapters,
             seconds=self.seconds,
             predicted_capacity=self._predict_capacity(race),
@@ -369,12 +368,12 @@ class GenerationWorker:
     def _open_request(self, message: Generate, ticket: Ticket) -> OpenRequest:
         """Return what turns the tokens of a request into its answer."""
         sequence = ticket.sequence
-        calls = self._open_calls(message)
-        reasoning = self._open_reasoning(message, sequence.prompt)
+        calls, reasoning = self._open_calls(message), self._open_reasoning(message, sequence.prompt)
         markers = "" if calls is None else self._tools.markers
         markers += "" if reasoning is None or self._reader.reasoning_form is None else self._reader.reasoning_form.markers
         decode = self._tools.decoder(self._stream_prompts.tokenizer, markers) if markers else self._stream_prompts.decode
-        stream = TextStream(decode, sequence.options.stop_strings, shows_stop=message.shows_stop_string)
+        stops, turn_end = sequence.options.stop_strings, self._template.end_text
+        stream = TextStream(decode, stops, shows_stop=message.shows_stop_string, turn_end=turn_end)
         unsent_ids = sequence.prompt[:1] if sequence.scores_prompt else []
         token_bytes = self._grammars.token_bytes
         return OpenRequest(ticket, stream, token_bytes, calls, reasoning, unsent_ids, message.with_token_ids)
@@ -530,7 +529,7 @@ class GenerationWorker:
         if is_token_ids(prompt):
             return list(prompt)
         if not has_media(prompt):
-            return reader.read(prompt, request.tools, request.template, getattr(request, "suffix", None))
+            return reader.read(prompt, request.tools, request.template, request.suffix if isinstance(request, Generate) else None)
         key = json.dumps([prompt, request.tools, request.template.to_json()])  # each choice of an answer has the same prompt
         return self._processed.find_or_process(key, lambda: reader.read(prompt, request.tools, request.template))
 
@@ -576,6 +575,8 @@ class GenerationWorker:
                 f"min_tokens is {options.min_new_tokens:,}, and the answer has at most {options.new_tokens:,} tokens; give a "
                 "greater max_tokens, or a smaller min_tokens"
             )
+        if is_chat(request.prompt) and not request.ignore_eos:
+            options = self._template.end_answer(options)
         model_ids = () if request.ignore_eos else options.eos_token_id
         return options.changed(eos_token_id=tuple(dict.fromkeys((*model_ids, *request.stop_token_ids))))
 

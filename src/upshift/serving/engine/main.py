@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ from upshift.errors import EngineEnded, RequestError, UpshiftError
 from upshift.hardware.replicas import take_share
 from upshift.importing import importing
 from upshift.inference.engine_environment import read_arguments
-from upshift.inference.engine_errors import ComputationFailed
+from upshift.inference.engine_errors import describe_error
 from upshift.serving.messages import (
     MAX_LINE_BYTES,
     TO_ENGINE,
@@ -88,14 +89,20 @@ def main() -> None:
     try:
         run_engine(request, inbox, send)
     except Exception as error:  # of any library
-        is_known = isinstance(error, UpshiftError)
         if isinstance(error, EngineEnded) or is_ready.is_set():  # the server starts this process again, as if it had been killed
-            sys.stderr.write(f"{error if is_known else ComputationFailed(error)}\n")
+            sys.stderr.write(describe_end(error))
             sys.stderr.flush()
             os._exit(1)  # at once: clients wait until the server sees the end, and libraries take seconds to end
         if not isinstance(error, UpshiftError):
             raise
         send([Failed(why=str(error), exit_code=error.exit_code)])
+
+
+def describe_end(error: Exception) -> str:
+    """Return what the log has of the error that ended an engine: where it came from, and what it is in the last line."""
+    has_origin = not isinstance(error, UpshiftError) or error.__cause__ is not None
+    origin = "".join(traceback.format_exception(error)) if has_origin else ""
+    return f"{origin}{describe_error(error)}\n"
 
 
 def _read_start() -> EngineRequest:

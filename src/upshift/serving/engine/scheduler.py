@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.errors import EngineEnded, EngineFailed
-from upshift.inference.engine_errors import ComputationFailed, PromptsFailed, computing
+from upshift.errors import EngineEnded, EngineFailed, RequestError, UpshiftError
+from upshift.inference.engine_errors import ComputationFailed, PromptsFailed, computing, describe_error
 from upshift.inference.generation.batching import TokenLogprob, choose_token, join_sequences, run_mixed_pass
 from upshift.inference.generation.engines.base import ApartDecoder, ComputedRows, Decoder, Prefix
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, PASS_TOKENS
@@ -122,15 +122,20 @@ class Scheduler(RequestQueue[Decoder]):
     def step(self) -> list[tuple[Ticket, int]]:
         """Run one pass of the engine. Return the requests that got a new token, each with its token.
 
-        If the pass fails, the requests that have no token yet fail with it. While a prompt is scored, the tokens of the prompt
-        count as new ones. The first of them does not, as nothing comes before it."""
+        Raise EngineFailed if the engine fails at the rows: then the requests that have no token yet fail with it. While a prompt
+        is scored, the tokens of the prompt count as new ones. The first of them does not, as nothing comes before it."""
         self._remove_canceled()
         try:
             tickets, logits = self._next_pass()
-        except Exception as error:  # which ends the engine: another one would end at the same prompts
-            if not isinstance(error, EngineEnded) or isinstance(error, EngineFailed):
-                self.failed += [(ticket, error) for ticket in self.live if not ticket.sequence.tokens]
+        except EngineFailed as error:  # another engine would end at the same prompts
+            self._fail_with_engine(self.live, error)
             raise
+        except EngineEnded:
+            raise
+        except Exception as error:  # of the engine's library, or a fault of ours
+            ended = EngineFailed(describe_error(error))
+            self._fail_with_engine(self.live, ended)
+            raise ended from error
         if not tickets:
             return []
         failures_before = len(self.failed)
@@ -172,7 +177,10 @@ class Scheduler(RequestQueue[Decoder]):
                 return joined
         elif self._apart is not None and not self._unstepped_tokens:
             return self._compute_chunk(self._apart)
-        return self._run_pass([]) if self.live else NO_PASS
+        if not self.live:
+            return NO_PASS
+        with computing(), panics_as_errors():
+            return self._run_pass([])
 
     @property
     def _may_admit(self) -> bool:
@@ -227,26 +235,24 @@ class Scheduler(RequestQueue[Decoder]):
         if self.live and not work.rows.done():
             return None
         try:
-            with panics_as_errors():
+            with computing(PromptsFailed), panics_as_errors():
                 computed = work.rows.result()
-        except Exception as error:  # from these requests' own pictures
-            self.failed += [(ticket, error) for ticket in self._end_apart()]
+        except UpshiftError as error:
+            self._fail_apart(error)
             return None
+        self._failures = 0
         return self._join_computed(computed, self.clock() - self._apart_start)
 
     def _compute_chunk(self, work: ComputedInChunks) -> Pass:
         """Compute the next chunk of the prompts apart. Return the requests with their logits after the last one."""
         start = self.clock()
         try:
-            with panics_as_errors():
+            with computing(PromptsFailed), panics_as_errors():
                 computed = next(work.chunks)
-        except EngineEnded as error:
-            if isinstance(error, EngineFailed):  # at these prompts
-                self.failed += [(ticket, error) for ticket in self._end_apart()]
-            raise
-        except Exception as error:  # from these prompts, such as a lack of memory: the rows are as they were
-            self._fail(self._end_apart(), error)
+        except UpshiftError as error:
+            self._fail_apart(error)
             return NO_PASS
+        self._failures = 0
         work.seconds += self.clock() - start
         work.left_tokens = max(work.left_tokens - work.width, 0)
         self._unstepped_tokens += work.width
@@ -263,9 +269,29 @@ class Scheduler(RequestQueue[Decoder]):
         kept = [row for row, ticket in enumerate(tickets) if ticket.id not in self._canceled_ids]
         return [tickets[row] for row in kept], logits[kept]
 
-    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
-        """Let requests fail alone. Raise EngineFailed after MAX_FAILURES failed passes in a row, because the engine is broken."""
+    def _fail_apart(self, error: UpshiftError) -> None:
+        """Let the requests whose prompts are computed apart fail with ``error``. Raise it if the engine has ended.
+
+        Another error is from their prompts or pictures, such as a lack of memory: the rows are as they were."""
+        if not isinstance(error, EngineEnded):
+            self._fail(self._end_apart(), error)
+            return
+        if isinstance(error, EngineFailed):
+            self._fail_with_engine(self._end_apart(), error)
+        raise error
+
+    def _fail_with_engine(self, tickets: list[Ticket], error: EngineFailed) -> None:
+        """Let the requests that have no token yet fail with an engine that ended at what it computed."""
+        failed = [ticket for ticket, _ in self.failed]
+        self.failed += [(ticket, error) for ticket in tickets if not ticket.sequence.tokens and ticket not in failed]
+
+    def _fail(self, tickets: list[Ticket], error: UpshiftError) -> None:
+        """Let requests fail alone. Raise EngineFailed after MAX_FAILURES failed passes in a row, because the engine is broken.
+
+        A request that is not possible, such as one with a broken picture, does not count."""
         self.failed += [(ticket, error) for ticket in tickets]
+        if isinstance(error, RequestError):
+            return
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise EngineFailed(f"{self._failures} passes failed in a row, the last one with: {error}") from error
@@ -314,9 +340,9 @@ class Scheduler(RequestQueue[Decoder]):
         """Run one pass with new prompts. If it fails and the other rows are as they were, only these requests fail."""
         earlier = self.live
         try:
-            with panics_as_errors(), computing():
+            with computing(), panics_as_errors():
                 return self._run_pass(admitted)
-        except ComputationFailed as error:
+        except (ComputationFailed, RequestError) as error:
             if earlier and not isinstance(error, PromptsFailed):
                 raise
             self.live = earlier
@@ -392,9 +418,8 @@ class Scheduler(RequestQueue[Decoder]):
                 fits_pass = not admitted and not ticket.has_inputs and ticket.uncached_tokens <= token_budget
             elif not mixes and admitted:
                 is_alone = ticket.has_inputs or admitted[0].ticket.has_inputs
-                is_beside = token_budget >= ticket.uncached_tokens and getattr(prefix, "states", None) is getattr(
-                    admitted[0].prefix, "states", None
-                )
+                is_same = _states(prefix) is _states(admitted[0].prefix)
+                is_beside = is_same and token_budget >= ticket.uncached_tokens
                 fits_pass = is_beside and not is_alone
             if not (fits_cache and fits_pass):
                 break

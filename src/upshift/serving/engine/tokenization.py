@@ -294,8 +294,9 @@ def takes_long(request: Generate | Tokenize) -> bool:
         return True
     prompt = request.prompt
     if isinstance(prompt, str):
-        return len(prompt) > LONG_CHARACTERS
-    characters = len(request.tools or "")
+        suffix = request.suffix if isinstance(request, Generate) else None
+        return len(prompt) + len(suffix or "") > LONG_CHARACTERS
+    characters = len(request.tools or "") + len(request.template.variables)
     for message in prompt:
         if isinstance(message, dict):
             characters += sum(len(str(value)) for value in message.values())

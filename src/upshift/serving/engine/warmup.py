@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from upshift.errors import NothingFits
+from upshift.errors import EngineFailed, JobFailed, NothingFits
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import PASS_TOKENS
@@ -139,15 +139,21 @@ class WarmupRun:
     def time_passes(self, steps: int) -> tuple[int, float]:
         """Run passes until every request has a token, and ``steps`` steps more.
 
-        Return the number of passes in which the other rows got a token, and the seconds. Raise the error at which a prompt
-        failed."""
+        Return the number of passes in which the other rows got a token, and the seconds."""
         start = time.perf_counter()
         passes = 0
         while self._scheduler.is_prefilling:
-            self._scheduler.step()
+            self._run_pass()
             passes += self._scheduler.decoder.mixes
         for _ in range(steps):
+            self._run_pass()
+        return passes + steps, time.perf_counter() - start
+
+    def _run_pass(self) -> None:
+        """Run one pass. Raise the first error at which a prompt or the engine failed: another start would fail at it, too."""
+        try:
             self._scheduler.step()
+        except EngineFailed as error:
+            raise error.__cause__ or JobFailed(str(error)) from None
         if self._scheduler.failed:
             raise self._scheduler.failed[0][1]
-        return passes + steps, time.perf_counter() - start
