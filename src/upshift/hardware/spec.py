@@ -194,10 +194,14 @@ class Gpu(Value):
 
 
 class Link(Value):
-    """Describe a connection as one device sees it: bytes per second in one direction."""
+    """Describe a connection as one device sees it: bytes per second in one direction.
+
+    Between nodes it is all ports of a node together.
+    """
 
     name: str
     bytes_per_second: Rate
+    num_ports: Annotated[float, Field(gt=0)] | None = None  # of a node; None: unknown, and planned as one for each device
     latency_seconds: Seconds | None = None
     measured: bool = False  # False: the specified rate, an upper bound (PCIe peers often reach far less)
 
@@ -318,7 +322,7 @@ class Host(Value):
             "cpu": cpu,
             "gpus_per_node": self.gpus_per_node,
             "gpus": [gpu.identity() for gpu in gpus],
-            "links": [None if link is None else link.model_dump() for link in links],
+            "links": [None if link is None else link.model_dump(exclude={"num_ports"}) for link in links],
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 

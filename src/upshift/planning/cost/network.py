@@ -132,8 +132,8 @@ def point_to_point_seconds(
 ) -> float | None:
     """Return the seconds to send to one other rank; None where a link is unknown.
 
-    On GPUs a transfer to another node goes through the rank's own share of the node's ports, which is the port next to its GPU.
-    Processes on CPUs share one port.
+    The ranks that send at once share the node's ports. On GPUs one rank uses no more than the ports next to its GPU: its equal
+    share of them, and at least one. Processes on CPUs share all ports.
 
     Args:
         between_nodes: the receiver is on another node.
@@ -152,8 +152,15 @@ def point_to_point_seconds(
         return None if rate is None else NODE_LATENCY["nvlink"] + num_bytes / rate
     if host.inter_node is None:
         return None
-    share = host.inter_node.bytes_per_second * NETWORK_EFFICIENCY / node_ranks
-    return HOP_SECONDS + num_bytes / share
+    rate = host.inter_node.bytes_per_second * NETWORK_EFFICIENCY
+    return HOP_SECONDS + num_bytes / min(rate / num_senders, rate * _own_ports(host.inter_node, node_ranks))
+
+
+def _own_ports(link: Link, node_ranks: int) -> float:
+    """Return the share of a node's ports that one rank can use alone."""
+    if link.measured:  # between two ranks
+        return 1.0
+    return max(1 / node_ranks, min(1 / (link.num_ports or node_ranks), 1.0))
 
 
 def hop_seconds(host: Host, num_bytes: float, group: Group) -> tuple[float | None, ...]:
