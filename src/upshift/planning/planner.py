@@ -32,7 +32,7 @@ from upshift.planning.program import OWN, check_program, read_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import MECHANISM_ERROR, simplest_first, why_simplest
+from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     automatic_weight_places,
@@ -90,7 +90,7 @@ class Planning:
     @property
     def preference(self) -> str | None:
         """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
-        return why_simplest(self.ranking.candidates, error=MECHANISM_ERROR)
+        return why_simplest(self.ranking.candidates)
 
     @property
     def shadow_price(self) -> str | None:

@@ -247,9 +247,9 @@ def _is_pcie(link: Link | None) -> bool:
     return link is not None and "PCIe" in link.name
 
 
-def has_slow_link(host: Host, ranks: int) -> bool:
-    """Return whether this many ranks in a row exchange over PCIe or between nodes. Ranks on CPUs have no faster link."""
-    return host.device != "cpu" and ranks > 1 and (ranks > host.gpus_per_node or _is_pcie(host.intra_node))
+def has_slow_link(host: Host) -> bool:
+    """Return whether the GPUs of a node exchange over PCIe."""
+    return host.device != "cpu" and _is_pcie(host.intra_node)
 
 
 def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
