@@ -18,7 +18,7 @@ from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.estimation.estimate import estimate_profile
-from upshift.models.estimation.sizes import positions_in_config
+from upshift.models.estimation.sizes import check_adapter, positions_in_config
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.sequence_length import default_length
 from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
@@ -404,12 +404,12 @@ def plan(
             "risk": risk,
         }
     )
-    source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images)
+    source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images, quick=quick)
     workload = workload.changed(program=read_program(program, has_images=source.images_per_row > 0))
     if quick and source.images_per_row:
         raise RequestError("quick=True does not work with images; leave it out, or plan rows of text alone with images=0")
     if quick:
-        length_in_config(source, sequence_length)
+        check_length_in_config(source, sequence_length)
     profiler = choose_profiler(source, quick=quick)
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None, profiler=profiler)
 
@@ -442,26 +442,36 @@ def shapes_in_files(source: ModelSource) -> dict[str, tuple[int, ...]]:
 
 def length_in_config(source: ModelSource, length: int | None) -> int:
     """Return the length of sequences: the user's, or the default. Raise RequestError for more tokens than the config has."""
+    if length is None:
+        return default_length(positions_in_config(source))
+    check_length_in_config(source, length)
+    return length
+
+
+def check_length_in_config(source: ModelSource, length: int) -> None:
+    """Raise RequestError for more tokens than the config has positions for."""
     limit = positions_in_config(source)
-    if length is not None and limit is not None and length > limit:
-        raise RequestError(f"--sequence-length {length} is longer than the {limit} positions in the config; use at most {limit}")
-    return default_length(limit) if length is None else length
+    if limit is not None and length > limit:
+        problem = f"a sequence length of {length} is longer than the {limit} positions in the config"
+        raise RequestError(f"{problem}; use at most {limit}")
 
 
 def find_source(
-    model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0
+    model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0, quick: bool = False
 ) -> ModelSource:
     """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
     ``images``: None means 1 for a model that is no language model by itself, such as LLaVA, and else 0. Raise RequestError if
-    the model lacks a module that the options name.
+    the model lacks a module that the options name. ``quick``: raise it also for an adapter that a quick plan has no formulas for.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
     number = int(_needs_images(source)) if images is None else images
     if number < 0:
         raise RequestError(f"images={number} is no number of images in a row; use 0 or more")
     source = source.changed(images_per_row=number) if number else source
-    if adapter.names_modules:
+    if quick:
+        check_adapter(source)
+    elif adapter.names_modules:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 
         check_module_names(source, adapter)
