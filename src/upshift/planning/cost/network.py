@@ -27,9 +27,11 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 # Without NVLink hosts differ: one with L40S reached 2 of 32 GB/s over 8 GPUs, through the host's memory (COSTS.md D5), while
 # TensorRT-LLM's rows of 4 and 8 L40S (benchmarks/published) are met with half of the specified rate. Only a measurement tells.
 PCIE_EFFICIENCY = 0.5
-# GeForce cards copy through the host's memory: 12.9 of 31.5 GB/s each way between three 4090 (p2pBandwidthLatencyTest with P2P
-# disabled, tinygrad/open-gpu-kernel-modules#6). Eight 5090 sum at 0.44 of the specified rate, four at 0.55 (NVIDIA/nccl#1639).
-# Two cards on a desktop's board often have 8 lanes each, and half of it.
+# GeForce cards copy through the host's memory, at 0.41 to 0.55 of the specified rate. The lowest figure is copies between three
+# 4090, 12.9 of 31.5 GB/s each way (p2pBandwidthLatencyTest with P2P disabled, tinygrad/open-gpu-kernel-modules#6). NCCL sums at
+# 0.44 on eight 5090, and at 0.55 on four (NVIDIA/nccl#1639). Published rows that gather weights without offload
+# (AnswerDotAI/fsdp_qlora) are predicted 2 to 5 % too fast on two 4090, and 1.1 to 2.8 times too fast on two 3090 on an older
+# board. The lanes of a described host are not known: two cards on a desktop's board often have 8 each.
 GEFORCE_PCIE_EFFICIENCY = 0.41
 # NCCL's own model of rings over PCIe (baseLat, hwLat and busBw of src/graph/tuning.cc, commit 01afd20a): seconds at the start,
 # seconds a step, and the part of the bandwidth that is left. LL sends a flag with each word, so it starts fast and streams
@@ -241,6 +243,12 @@ def _node_rate(host: Host) -> float | None:
         return link.bytes_per_second * NODE_EFFICIENCY
     is_geforce = host.gpu is not None and host.gpu.is_geforce
     return link.bytes_per_second * (GEFORCE_PCIE_EFFICIENCY if is_geforce else PCIE_EFFICIENCY)
+
+
+def is_unmeasured_geforce_link(host: Host) -> bool:
+    """Return whether GeForce cards exchange over PCIe on a host whose rates were not measured."""
+    is_geforce = host.gpu is not None and host.gpu.is_geforce
+    return is_geforce and _is_pcie(host.intra_node) and _measured_here(host, "all_gather") is None
 
 
 def _is_pcie(link: Link | None) -> bool:
