@@ -297,6 +297,11 @@ class Host(Value):
         return None if None in answers else True
 
     @property
+    def has_pcie_peers(self) -> bool:
+        """Return whether the GPUs of a node are joined by PCIe."""
+        return self.intra_node is not None and "PCIe" in self.intra_node.name
+
+    @property
     def measured_gpu(self) -> Rates | None:
         """Return the probed GPU's rates, with estimates for fp8 and int8 from the datasheet."""
         if self.measured is None or self.measured.gpu is None:

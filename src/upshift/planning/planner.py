@@ -415,9 +415,13 @@ def plan(
 
 
 def choose_profiler(source: ModelSource, *, quick: bool) -> Profiler:
-    """Return what makes the model's profile: a trace, or with ``quick`` the sizes in its config."""
+    """Return what makes the model's profile: a trace, or with ``quick`` the sizes in its config.
+
+    Raise RequestError for an adapter that a quick plan has no formulas for.
+    """
     if not quick:
         return profile_model
+    check_adapter(source)
     shapes = shapes_in_files(source)
 
     def estimate(
@@ -462,16 +466,14 @@ def find_source(
     """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
     ``images``: None means 1 for a model that is no language model by itself, such as LLaVA, and else 0. Raise RequestError if
-    the model lacks a module that the options name. ``quick``: raise it also for an adapter that a quick plan has no formulas for.
+    the model lacks a module that the options name. ``quick``: modules are not looked up, as a quick plan takes no names.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
     number = int(_needs_images(source)) if images is None else images
     if number < 0:
         raise RequestError(f"images={number} is no number of images in a row; use 0 or more")
     source = source.changed(images_per_row=number) if number else source
-    if quick:
-        check_adapter(source)
-    elif adapter.names_modules:
+    if adapter.names_modules and not quick:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 
         check_module_names(source, adapter)

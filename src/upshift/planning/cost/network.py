@@ -198,7 +198,7 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
     if rate is None:
         return None
     stream = num_bytes * _ring_volume(operation, ranks) / rate
-    if _is_pcie(host.intra_node):
+    if host.has_pcie_peers:
         return _pcie_seconds(operation, stream, ranks)
     return NODE_LATENCY["other"] + stream
 
@@ -239,25 +239,15 @@ def _node_rate(host: Host) -> float | None:
         return None
     if link.measured:
         return link.bytes_per_second
-    if not _is_pcie(link):
+    if not host.has_pcie_peers:
         return link.bytes_per_second * NODE_EFFICIENCY
     is_geforce = host.gpu is not None and host.gpu.is_geforce
     return link.bytes_per_second * (GEFORCE_PCIE_EFFICIENCY if is_geforce else PCIE_EFFICIENCY)
 
 
-def is_unmeasured_geforce_link(host: Host) -> bool:
-    """Return whether GeForce cards exchange over PCIe on a host whose rates were not measured."""
-    is_geforce = host.gpu is not None and host.gpu.is_geforce
-    return is_geforce and _is_pcie(host.intra_node) and _measured_here(host, "all_gather") is None
-
-
-def _is_pcie(link: Link | None) -> bool:
-    return link is not None and "PCIe" in link.name
-
-
 def has_slow_link(host: Host) -> bool:
     """Return whether the GPUs of a node exchange over PCIe."""
-    return host.device != "cpu" and _is_pcie(host.intra_node)
+    return host.device != "cpu" and host.has_pcie_peers
 
 
 def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:

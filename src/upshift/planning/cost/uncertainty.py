@@ -13,7 +13,6 @@ from statistics import median
 from typing import Literal
 
 from upshift.hardware.spec import Host
-from upshift.planning.cost.network import is_unmeasured_geforce_link
 from upshift.planning.cost.process_memory import HELD_SPREAD
 from upshift.planning.cost.rates import SUSTAINED
 from upshift.planning.plan import Plan
@@ -88,7 +87,9 @@ def step_interval(program: ProgramName, host: Host, *, exchanges: bool = False) 
     if host.gpu.compute_capability in SUSTAINED:
         return low, high
     low, high = (math.exp(sign * math.hypot(math.log(end), NEW_CHIP_SPREAD)) for sign, end in ((-1, low), (1, high)))
-    return low, max(high, GEFORCE_LINK_HIGH) if exchanges and is_unmeasured_geforce_link(host) else high
+    is_measured = host.measured is not None and bool(host.measured.gpu_exchanges)
+    by_board = exchanges and host.gpu.is_geforce and host.has_pcie_peers and not is_measured
+    return low, max(high, GEFORCE_LINK_HIGH) if by_board else high
 
 
 def formula_basis(number: Number, plan: Plan, *, varies: bool = False) -> Basis:
