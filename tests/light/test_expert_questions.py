@@ -185,7 +185,7 @@ TRAINING = (
     Question("8B on 4 A100 shards states alone", PLAYBOOK, "8B", "4xa100-80gb", is_sharded_alone, batch=32, length=4096),
     Question("LoRA of 8B on two H100 is data parallel", PLAYBOOK, "8B", "2xh100", is_plain, batch=32, adapter="lora"),
     Question("LoRA of 8B on two 4090 is data parallel", FSDP_QLORA, "8B", "2xrtx-4090", is_plain, batch=16, adapter="lora"),
-    Question("also with large batches", FSDP_QLORA, "8B", "2xrtx-4090", is_plain, batch=128, adapter="lora"),
+    Question("also with a batch of 128", FSDP_QLORA, "8B", "2xrtx-4090", is_plain, batch=128, adapter="lora"),
     Question("LoRA of 8B on two 3090 is data parallel", FSDP_QLORA, "8B", "2xrtx-3090", is_plain, batch=32, adapter="lora"),
     Question("LoRA of 8B on four 4090 is data parallel", FSDP_QLORA, "8B", "4xrtx-4090", is_plain, batch=64, adapter="lora"),
     Question(

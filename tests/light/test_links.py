@@ -118,7 +118,7 @@ def test_a_stage_waits_for_the_hop_between_nodes_alone() -> None:
     ("port", "gigabits"), [("ethernet-10", 10), ("ethernet-25", 25), ("2xethernet-100", 200), ("4xib-hdr", 800)]
 )
 def test_ethernet_is_the_network_of_a_machine(port: str, gigabits: float) -> None:
-    """One port, whatever its GPUs are, where none are counted: nobody has a port of 10 Gbit/s for each of eight GPUs."""
+    """Without a count a machine has one Ethernet port, however many GPUs it has."""
     for machine in ("2x8xh100", "2x1xrtx-4090", "2x2xepyc-9654-768gb"):
         link = describe(f"{machine}@{port}").inter_node
         assert link is not None and link.bytes_per_second == pytest.approx(gigabits / 8 * 1e9)
