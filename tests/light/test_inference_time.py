@@ -330,7 +330,7 @@ def test_the_one_stage_that_sends_to_another_node_has_a_whole_port() -> None:
     seconds = {
         port: step.communication
         for port in ("ethernet-100", "8xethernet-100", "ethernet-10")
-        if (step := engine_of(describe(f"2x8xh100@{port}"), sixteen).step(1e4, 0.0)) is not None
+        if (step := engine_of(describe(f"2x8xh100@{port}"), sixteen).step(1e8, 0.0)) is not None
     }
     assert seconds["8xethernet-100"] == pytest.approx(seconds["ethernet-100"])
     assert seconds["ethernet-10"] > 2 * seconds["ethernet-100"]
