@@ -75,6 +75,8 @@ FITTED = {
     "mosaicml/llm-foundry": ("MPT-125m", "MPT-760m", "MPT-3b", "MPT-13b", "MPT-70b"),
     "MooreThreads/SimuMax": ("Llama 3 70B, 12 layers",),
 }
+RESULTS = ROOT / "results" / "published.jsonl"
+QUOTED = ("source", "path", "commit", "quote", "memory_kind", "host", "host_note")  # what a result has of its published row
 # What may differ between two rows of one run: a run whose memory was published in two kinds has a row for each.
 NOT_OF_A_RUN = ("memory_kind", "peak_gib", "quote", "notes", "path", "commit")
 
@@ -84,6 +86,7 @@ class Scored:
     row: dict[str, Any]
     speed: float | None  # predicted over measured; None in every row of a run but the first
     memory: float | None
+    mechanisms: tuple[bool, ...]  # of its plan
 
     @property
     def is_fitted(self) -> bool:
@@ -241,23 +244,42 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 tier="formula",
             )
             measured = Numbers(tokens_per_second=speed, peak_gib=memory)
-            named = {key: row[key] for key in ("source", "path", "commit", "quote", "memory_kind", "host", "host_note")}
+            named = {key: row[key] for key in QUOTED}
             case.add(
                 row["source"].split("/")[-1], plan=found.plan.model_dump(mode="json"), predicted=predicted,
                 measured=measured, details={"published": named, "terms": found.time.terms},
             )  # fmt: skip
-            facts = {key: value for key, value in row.items() if key not in NOT_OF_A_RUN and value is not None}
-            run = json.dumps(facts, sort_keys=True)
-            is_new = run not in runs
-            runs.add(run)
-            scored.append(
-                Scored(
-                    row,
-                    found.tokens_per_second / devices / speed if speed and is_new else None,
-                    held / memory if memory else None,
-                )
-            )
+            scored.append(scored_row(row, predicted, measured, found.plan, runs))
     return scored, dict(skipped)
+
+
+def scored_row(row: dict[str, Any], predicted: Numbers, measured: Numbers, plan: Plan, runs: set[str]) -> Scored:
+    """Return the row with the ratios of its prediction. ``runs``: those of earlier rows, to which this row's is added."""
+    facts = {key: value for key, value in row.items() if key not in NOT_OF_A_RUN and value is not None}
+    run = json.dumps(facts, sort_keys=True)
+    is_new = run not in runs
+    runs.add(run)
+    speed, memory = measured.tokens_per_second, measured.peak_gib
+    return Scored(
+        row,
+        (predicted.tokens_per_second or 0.0) / speed if speed and is_new else None,
+        (predicted.peak_gib or 0.0) / memory if memory else None,
+        plan.mechanisms,
+    )
+
+
+def read_scored() -> list[Scored]:
+    """Return the published rows with the predictions of the last run, from RESULTS."""
+    records = [record for record in map(json.loads, RESULTS.read_text().splitlines()) if "published" in record["details"]]
+    by_quote = {json.dumps([record["details"]["published"][name] for name in QUOTED]): record for record in records}
+    runs = set[str]()
+    scored = []
+    for row in read_rows(()):
+        record = by_quote.get(json.dumps([row[name] for name in QUOTED]))
+        if record is not None:
+            predicted, measured = (Numbers.model_validate(record[name]) for name in ("predicted", "measured"))
+            scored.append(scored_row(row, predicted, measured, Plan.model_validate(record["plan"]), runs))
+    return scored
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float | None:
@@ -342,12 +364,16 @@ def summary(scored: list[Scored]) -> str:
         sentences.append(
             f"Among the {len(fresh)} runs that were not used for fitting, half are within {median}; the mean is {mean}."
         )
-    if pairs := pair_errors(scored):
-        largest = percent(math.expm1(pairs[int(CERTAIN * len(pairs))]))
-        sentences.append(
-            f"Two predictions for one model on one host: their ratio is within {largest} of the measured one in {CERTAIN:.0%} of "
-            f"{len(pairs):,} pairs."
-        )
+    for of_mechanisms, words in (
+        (False, ""),
+        (True, ", with different kinds of parallelism, sharding or recomputation"),
+    ):
+        if pairs := pair_errors(scored, of_mechanisms=of_mechanisms):
+            largest = percent(math.expm1(quantile(pairs)))
+            sentences.append(
+                f"Two predictions for one model on one host{words}: their ratio is within {largest} of the measured one in "
+                f"{CERTAIN:.0%} of {len(pairs):,} pairs."
+            )
     kinds = by_name([row for row in scored if row.memory is not None], lambda row: row.row["memory_kind"])
     medians = [f"{errors([row.memory for row in group if row.memory is not None])[1]} ({kind})" for kind, group in kinds.items()]
     if medians:
@@ -358,25 +384,25 @@ def summary(scored: list[Scored]) -> str:
 def pair_errors(scored: list[Scored], *, of_mechanisms: bool = False) -> list[float]:
     """Return the errors of the ratios of two predicted speeds, as logarithms, ascending.
 
-    The rows of a pair are of one source, model, host and sequence length, and both or none of them are in fp8. The largest tenth
-    is PAIR_ERROR of planning/search/simplicity.py. ``of_mechanisms``: count only pairs of which one row uses a kind of
-    parallelism, sharding or recomputation that the other does not. Their largest tenth is MECHANISM_ERROR: the planner takes
-    plans within it for equally fast.
+    The rows of a pair are of one source, model, host and sequence length, and both or none of them are in fp8. Nine tenths of the
+    errors are below PAIR_ERROR of planning/search/simplicity.py. ``of_mechanisms``: count only pairs whose plans use different
+    mechanisms; nine tenths of these errors are below MECHANISM_ERROR. The planner cannot tell plans apart that are that close.
     """
-    groups: dict[str, list[Scored]] = defaultdict(list)
+    groups: dict[str, list[tuple[float, tuple[bool, ...]]]] = defaultdict(list)
     for row in scored:
         if row.speed is not None:
-            groups[pair_key(row)].append(row)
+            groups[pair_key(row)].append((row.speed, row.mechanisms))
     pairs = [pair for rows in groups.values() for pair in combinations(rows, 2)]
-    if of_mechanisms:
-        pairs = [(one, other) for one, other in pairs if mechanisms(one.row) != mechanisms(other.row)]
-    return sorted(abs(math.log((one.speed or 1.0) / (other.speed or 1.0))) for one, other in pairs)
+    return sorted(
+        abs(math.log(speed / other_speed))
+        for (speed, used), (other_speed, other_used) in pairs
+        if not of_mechanisms or used != other_used
+    )
 
 
-def mechanisms(row: dict[str, Any]) -> tuple[bool, ...]:
-    """Return which kinds of parallelism, sharding and recomputation a row uses."""
-    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    return (*((row[name] or 1) > 1 for name in degrees), row["fully_shard"] != "none", row["recompute"] != "none")
+def quantile(errors_of_pairs: list[float]) -> float:
+    """Return the error that the share CERTAIN of the pairs do not exceed. ``errors_of_pairs``: ascending."""
+    return errors_of_pairs[int(CERTAIN * len(errors_of_pairs))]
 
 
 def pair_key(row: Scored) -> str:
@@ -424,8 +450,6 @@ def main(arguments: list[str] | None = None) -> int:
         case.add("summary", plan={}, measured=None, details={"speed": found})
     parts = (speed_table(scored, markdown=False), memory_table(scored, markdown=False))
     print(*parts, worst_rows(scored, markdown=False, count=25), sep="\n\n")
-    if pairs := pair_errors(scored, of_mechanisms=True):
-        print(f"{CERTAIN:.0%} of {len(pairs)} pairs with other mechanisms are within {pairs[int(CERTAIN * len(pairs))]:.3f}")
     if options.write:
         left_out_rows = leave_one_out.read_rows()
         ratios = leave_one_out.left_out_ratios(left_out_rows)

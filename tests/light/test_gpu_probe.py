@@ -234,8 +234,10 @@ def test_the_path_of_nccl_is_named_as_it_is(
 @pytest.mark.parametrize("name", ["fp32", "memory_bytes_per_second", "bf16"])
 @pytest.mark.parametrize("key", ["h100", "mi300x", "rtx-3060", "rtx-a6000"])
 def test_a_rate_that_was_not_measured_is_the_datasheets(name: str, key: str) -> None:
-    """It is that of the same GPU without a probe. The others are measured. Efficiencies were measured by size for the first GPU,
-    of large products for the next two, and of none for the last."""
+    """It is the rate of the same GPU without a probe; the other rates are measured.
+
+    Efficiencies were measured by size for an H100 and for GeForce cards, of large products for an MI300X, and not for an A6000.
+    """
     plain = describe(key)
     assert plain.gpu is not None and plain.gpu.peak is not None
     probed = plain.changed(measured=measured(WHOLE))

@@ -344,10 +344,10 @@ def test_described_cpus() -> None:
     assert four.cpu.l3_total_bytes == 2 * 384 * MIB
     assert four.cpu.peak.bf16 == 2 * host.cpu.peak.bf16
     assert four.cpu.memory_bytes == 768 * GIB
-    assert four.inter_node == Link(name="2x InfiniBand HDR", bytes_per_second=50e9)
+    assert four.inter_node == Link(name="2x InfiniBand HDR", bytes_per_second=50e9, num_ports=2)
     assert describe("2xgraviton-3").inter_node is None
     assert describe("2xgraviton-3").origin["inter_node"].startswith("unknown")
-    assert describe("2xgraviton-3@ethernet-25").inter_node == Link(name="1x Ethernet 25", bytes_per_second=3.125e9)
+    assert describe("2xgraviton-3@ethernet-25").inter_node == Link(name="1x Ethernet 25", bytes_per_second=3.125e9, num_ports=1)
 
 
 def test_efficiency_classes_and_unknowns() -> None:
@@ -430,8 +430,8 @@ def test_without_a_reference_system_the_network_is_unknown(text: str) -> None:
 
 
 def test_a_whole_nodes_network() -> None:
-    assert describe("2x8xa100-40gb@efa-p4d").inter_node == Link(name="4x EFA", bytes_per_second=50e9)
-    assert describe("2x8xh100@efa-p5").inter_node == Link(name="32x EFA", bytes_per_second=400e9)
+    assert describe("2x8xa100-40gb@efa-p4d").inter_node == Link(name="4x EFA", bytes_per_second=50e9, num_ports=4)
+    assert describe("2x8xh100@efa-p5").inter_node == Link(name="32x EFA", bytes_per_second=400e9, num_ports=32)
 
 
 @pytest.mark.parametrize("text", ["h100x8", "H100:8", "h100 x 8", "8*h100", "h100*8"])

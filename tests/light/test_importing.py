@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import pytest
 
-from upshift.importing import FEW_OBJECTS, importing
+from upshift.importing import FEW_OBJECTS, RARELY, collecting_rarely, importing
 
 
 @pytest.mark.parametrize(("made", "moves"), [(100, False), (2 * FEW_OBJECTS, True)])
@@ -37,3 +38,19 @@ def test_frozen_objects_of_the_caller_stay_frozen(monkeypatch: pytest.MonkeyPatc
         objects: list[list[int]] = [[] for _ in range(2 * FEW_OBJECTS)]
         assert len(objects) == 2 * FEW_OBJECTS
     assert calls == [] and gc.isenabled()
+
+
+@pytest.mark.parametrize(("chosen", "inside"), [(700, RARELY), (0, 0), (10 * RARELY, 10 * RARELY)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_program_collects_more_often_than_it_chose(chosen: int, inside: int, fails: bool) -> None:
+    """0 is never. The program's thresholds come back, also after an error."""
+    earlier = gc.get_threshold()
+    try:
+        gc.set_threshold(chosen, 7, 5)
+        with suppress(ValueError), collecting_rarely():
+            assert gc.get_threshold()[:2] == (inside, 7)
+            if fails:
+                raise ValueError
+        assert gc.get_threshold()[:2] == (chosen, 7)
+    finally:
+        gc.set_threshold(*earlier)

@@ -324,6 +324,18 @@ def test_an_unknown_link_is_no_service() -> None:
     assert engine_of(apart.changed(inter_node=link), SHAPE._replace(pipeline_parallel=2)).step(1.0, 1.0) is not None
 
 
+def test_the_one_stage_that_sends_to_another_node_has_a_whole_port() -> None:
+    """A second port is of no use to it, and a slower one costs time."""
+    sixteen = SHAPE._replace(pipeline_parallel=16)
+    seconds = {
+        port: step.communication
+        for port in ("ethernet-100", "8xethernet-100", "ethernet-10")
+        if (step := engine_of(describe(f"2x8xh100@{port}"), sixteen).step(1e8, 0.0)) is not None
+    }
+    assert seconds["8xethernet-100"] == pytest.approx(seconds["ethernet-100"])
+    assert seconds["ethernet-10"] > 2 * seconds["ethernet-100"]
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link
 from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost, rank_groups
 from upshift.planning.cost.memo import Memo
-from upshift.planning.cost.network import Group
+from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds, hop_seconds
 from upshift.planning.cost.partition import stage_of
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -118,7 +118,43 @@ def test_a_stage_waits_for_the_hop_between_nodes_alone() -> None:
     ("port", "gigabits"), [("ethernet-10", 10), ("ethernet-25", 25), ("2xethernet-100", 200), ("4xib-hdr", 800)]
 )
 def test_ethernet_is_the_network_of_a_machine(port: str, gigabits: float) -> None:
-    """One port, whatever its GPUs are, where none are counted: nobody has a port of 10 Gbit/s for each of eight GPUs."""
+    """Without a count a machine has one Ethernet port, however many GPUs it has."""
     for machine in ("2x8xh100", "2x1xrtx-4090", "2x2xepyc-9654-768gb"):
         link = describe(f"{machine}@{port}").inter_node
         assert link is not None and link.bytes_per_second == pytest.approx(gigabits / 8 * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("host", "lone", "eighth"),
+    [
+        ("2x8xh100@ethernet-100", 12.5e9, 12.5e9 / 8),
+        ("2x8xh100@2xethernet-100", 12.5e9, 25e9 / 8),
+        ("2x8xh100@ib-ndr", 50e9, 50e9),
+        ("2x8xh100@4xib-hdr", 25e9, 100e9 / 8),
+        ("2x8xh100@efa-p5", 50e9, 50e9),
+    ],
+)
+def test_a_rank_that_sends_alone_has_a_whole_port(host: str, lone: float, eighth: float) -> None:
+    """Bytes per second of the ports of a rank that sends alone, and of one of eight that send at once."""
+    machines, size = describe(host), 1e9
+    for pipeline, rate in ((Group(16, 1, 8), lone), (Group(2, 8, 8), eighth)):
+        hops = hop_seconds(machines, size, pipeline)
+        between = [found for found, leaves in zip(hops, pipeline.hops_between_nodes, strict=True) if leaves]
+        assert between == [pytest.approx(HOP_SECONDS + size / (rate * NETWORK_EFFICIENCY))]
+    ring = collective_seconds(machines, "all_gather", size, Group(2, 8, 8))
+    assert ring == pytest.approx(HOP_SECONDS + size / 2 / (eighth * NETWORK_EFFICIENCY))
+
+
+def test_a_ring_of_one_rank_a_node_has_the_nodes_port() -> None:
+    machines = describe("4x1xrtx-4090@ethernet-25")
+    rate = 25e9 / 8 * NETWORK_EFFICIENCY
+    assert collective_seconds(machines, "all_gather", 1e9, Group(4, 1, 1)) == pytest.approx(2 * HOP_SECONDS + 0.75e9 / rate)
+    assert hop_seconds(machines, 1e9, Group(4, 1, 1)) == (pytest.approx(HOP_SECONDS + 1e9 / rate),) * 3
+    measured = describe("2x8xh100").changed(inter_node=Link(name="network", bytes_per_second=1e9, measured=True))
+    assert hop_seconds(measured, 1e9, Group(16, 1, 8))[7] == pytest.approx(HOP_SECONDS + 1 / NETWORK_EFFICIENCY)
+
+
+def test_a_described_port_says_how_many_are_counted() -> None:
+    assert "one port per node" in describe("2x8xh100@ethernet-400").origin["inter_node"]
+    assert "@2xethernet-400" in describe("2x8xh100@ethernet-400").origin["inter_node"]
+    assert "one port" not in describe("2x8xh100@2xethernet-400").origin["inter_node"]

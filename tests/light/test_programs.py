@@ -139,6 +139,14 @@ def test_intervals_are_wider_on_gpus_that_nobody_measured() -> None:
         assert lower < low < 1.0 < high < higher
 
 
+def test_the_interval_is_wider_where_only_the_hosts_pcie_tells() -> None:
+    cards, workstations = describe("2xrtx-4090"), describe("2xrtx-a6000")
+    alone, together = (step_interval("upshift", cards, exchanges=exchanges) for exchanges in (False, True))
+    assert together == (alone[0], 2.8) and alone[1] < 2.8
+    assert step_interval("upshift", workstations, exchanges=True) == alone
+    assert step_interval("upshift", describe("8xh100"), exchanges=True) == step_interval("upshift", describe("8xh100"))
+
+
 def test_a_comparison_says_that_the_factors_are_of_different_programs() -> None:
     assert factor_notes((describe("8xh100"), describe("8xa100-80gb"))) == ()
     (note,) = factor_notes((describe("8xh100"), describe("8xb200"), describe("rtx-4090")))
@@ -154,9 +162,12 @@ def test_engines_have_only_their_own_choices(program: Any) -> None:
     everything = legal_values(host, profile, workload)
     left = legal_values(host, profile, workload.changed(program=program))
     lacking = {name: sorted(set(everything[name]) - set(left[name])) for name in left if left[name] != everything[name]}
-    assert lacking == {
-        "vllm": {"kv_cache": ["int8"]},
-        "tensorrt-llm": {"execution": ["eager"]},
-        "llama.cpp": {"weights": ["fp8"], "kv_cache": ["fp8"], "tensor_parallel": [2, 4, 8]},
-        "mlc": {"weights": ["int8"], "kv_cache": ["fp8", "int8"], "execution": ["eager"]},
-    }[program]
+    assert (
+        lacking
+        == {
+            "vllm": {"kv_cache": ["int8"]},
+            "tensorrt-llm": {"execution": ["eager"]},
+            "llama.cpp": {"weights": ["fp8"], "kv_cache": ["fp8"], "tensor_parallel": [2, 4, 8]},
+            "mlc": {"weights": ["int8"], "kv_cache": ["fp8", "int8"], "execution": ["eager"]},
+        }[program]
+    )

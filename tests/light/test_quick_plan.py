@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,33 @@ def test_python_plans_as_quickly_as_the_command(tmp_path: Path, capsys: pytest.C
         upshift.plan(model, **asked, images=2)
 
 
+REFUSED_BEFORE_TORCH = """
+import sys
+import upshift
+from upshift.cli.main import app
+from upshift.errors import RequestError
+model = sys.argv[1]
+options = ["--on", "h100", "--quick", "--lora-rank", "8", "--lora-target", "q_proj"]
+for ask in (
+    lambda: upshift.plan(model, sequence_length=64, global_batch=1, on="h100", quick=True, lora_rank=8, lora_target=("q_proj",)),
+    lambda: app(["plan", model, *options], standalone_mode=False),
+):
+    try:
+        ask()
+    except RequestError as error:
+        print(error)
+print(sorted({"torch", "transformers", "peft"} & {*sys.modules}))
+"""
+
+
+def test_an_adapter_without_formulas_is_refused_before_anything_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REFUSED_BEFORE_TORCH, write_model(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    from_python, from_the_command, imported = done.stdout.splitlines()
+    assert from_python == from_the_command and "only for LoRA around all linear layers, not with target_modules" in from_python
+    assert imported == "[]"
+
+
 def test_adapters_and_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path)
     adapted = plan(model, "--on", "rtx-4090", "--lora-rank", "8", "--load-in-4bit", "--global-batch", "4", capsys=capsys)
@@ -112,7 +140,7 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
     changed, reason = OTHER_MODELS[name]
-    with pytest.raises(RequestError, match=f"{reason}.*leave --quick out"):
+    with pytest.raises(RequestError, match=f"a quick plan .*{reason}.*leave out --quick, or quick=True in Python"):
         app(["plan", write_model(tmp_path, **changed), "--quick", "--on", "h100"], standalone_mode=False)
 
 

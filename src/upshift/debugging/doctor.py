@@ -69,7 +69,7 @@ def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs:
     ]
     measured_hosts: list[Host] = []
     if not quick:
-        findings += with_failure("rates", _rates(host, measured_hosts.append))
+        findings += with_failure("rates", _rates(host, gpus, measured_hosts.append))
     return Diagnosis(host=measured_hosts[0] if measured_hosts else host, findings=tuple(findings))
 
 
@@ -121,7 +121,7 @@ def _threads(host: Host, variables: Mapping[str, str]) -> Iterator[Finding]:
     yield from examine_threads(variables, usable_cores=usable_cores, local_ranks=1 if ranks is None else ranks.local_size)
 
 
-def _rates(host: Host, on_measured: Callable[[Host], None]) -> Iterator[Finding]:
+def _rates(host: Host, gpus: Gpus, on_measured: Callable[[Host], None]) -> Iterator[Finding]:
     """Measure the rates of the host, pass the host with them to ``on_measured``, and yield findings about them.
 
     The rates are measured while other programs run, because their effect should show.
@@ -131,7 +131,8 @@ def _rates(host: Host, on_measured: Callable[[Host], None]) -> Iterator[Finding]
     measured = probe(host)
     assert measured.measured is not None
     on_measured(measured)
-    yield from examine_rates(measured, measured.measured)
+    limits = [gpu.limit_watts for gpu in gpus.states if gpu.limit_watts is not None]
+    yield from examine_rates(measured, measured.measured, limit_watts=min(limits, default=None))
 
 
 def process_name(pid: int) -> str | None:

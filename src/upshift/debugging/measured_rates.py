@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from upshift.debugging.finding import Finding, ok, unknown, warning
-from upshift.hardware.catalog.efficiency import gemm_efficiency, memory_efficiency
+from upshift.hardware.catalog.efficiency import efficiency_row, gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Gpu, Host, Measured, Precision
 from upshift.units import GIGA, TERA
 
@@ -17,7 +17,11 @@ USUAL_COPY = 0.75  # share of PCIe's rate, from pinned memory
 TOLERATED = 0.75  # share of the expected rate
 
 
-def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
+def examine_rates(host: Host, measured: Measured, *, limit_watts: float | None = None) -> Iterator[Finding]:
+    """Yield findings about the measured rates.
+
+    ``limit_watts``: the power limit that the driver enforces on the GPU; None: the driver does not say.
+    """
     yield from _cpu(measured)
     if measured.compiler is False:
         yield warning(
@@ -34,7 +38,7 @@ def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
             "GPU rates", what=f"{gpu.name} is not in the table; measured {_describe_gpu(measured)}", evidence="measured here"
         )
         return
-    share = gemm_efficiency(gpu.table_key or "", PROBED_FLOPS) or USUAL_SHARE
+    share = _expected_share(gpu, limit_watts)
     fix = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER while it runs; end what else uses the GPU; then upshift doctor again"
     bf16 = gpu.peak.bf16 if measured.gpu.bf16 and gpu.supports("bf16") else None
     yield from _compare_rate("GPU matrix products", "bf16", measured.gpu.bf16, bf16, share, TERA, "TFLOP/s", fix)
@@ -43,6 +47,18 @@ def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
         "GPU memory", "", measured.gpu.memory_bytes_per_second, gpu.peak.memory_bytes_per_second, memory, GIGA, "GB/s", fix
     )
     yield from _copies(host, gpu, measured)
+
+
+def _expected_share(gpu: Gpu, limit_watts: float | None) -> float:
+    """Return the share of the bf16 peak that the probed product should reach.
+
+    The datasheet's peak is at the boost clock. A GPU whose power limit is below the listed power has a lower clock; it needs at
+    least as large a share of the power as of the clock. Drivers of laptops often hide the limit.
+    """
+    share = gemm_efficiency(efficiency_row(gpu, "bf16"), PROBED_FLOPS) or USUAL_SHARE
+    if limit_watts is not None and gpu.tdp_watts is not None:
+        return share * min(limit_watts / gpu.tdp_watts, 1.0)
+    return min(share, USUAL_SHARE) if gpu.is_geforce and not gpu.is_desktop_geforce else share
 
 
 def _copies(host: Host, gpu: Gpu, measured: Measured) -> Iterator[Finding]:

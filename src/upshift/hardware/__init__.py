@@ -5,6 +5,7 @@ from upshift.hardware.catalog.efficiency import (
     AttentionKernel,
     attention_efficiency,
     collective,
+    efficiency_row,
     gemm_efficiency,
     memory_efficiency,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "collective",
     "describe",
     "detect",
+    "efficiency_row",
     "gemm_efficiency",
     "memory_efficiency",
 ]

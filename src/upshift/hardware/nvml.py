@@ -157,7 +157,6 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
         tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
         peak=_estimated_peak(nvml, handle, name, capability) if key is None else NVIDIA_GPUS[key].gpu.peak,
-        is_geforce="GeForce" in name,
     )
 
 

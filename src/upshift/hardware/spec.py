@@ -61,6 +61,11 @@ TRITON_CAPABILITY = (7, 0)  # the first that Triton compiles for (its README, "C
 # "HIP (ROCm) semantics" in PyTorch's documentation: ROCm GPUs keep the name cuda.
 TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
+LESS_POWER = ("Laptop", "Max-Q", "Mobile")  # in the names of cards for laptops
+# FP16 on tensor cores over FP32, by compute capability, of the architectures of which some cards accumulate at half of the rate
+# (the whitepapers that catalog/nvidia_rtx.py names). HALF: the range of a share that counts as a half; A10G's datasheet has 0.56.
+TENSOR_SHARES = {(7, 5): 8.0, (8, 6): 4.0, (8, 9): 4.0, (12, 0): 4.0, (12, 1): 4.0}
+HALF = (0.4, 0.6)
 NOT_PROBED: tuple[Precision, ...] = ("fp8", "int8")
 
 
@@ -144,9 +149,30 @@ class Gpu(Value):
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
     tdp_watts: Rate | None = None  # thermal design power, or the vendor's figure for the board's sustained limit
     peak: Rates | None = None
-    # The tensor cores of GeForce cards accumulate in FP32 at half their rate, and no card reads another one's memory over PCIe
-    # (sjeaugey in NVIDIA/nccl#1309).
-    is_geforce: bool = False
+
+    @property
+    def is_geforce(self) -> bool:
+        """Return whether it is a GeForce card. These do not read each other's memory over PCIe (NVIDIA/nccl#1309)."""
+        return "GeForce" in self.name
+
+    @property
+    def is_desktop_geforce(self) -> bool:
+        """Return whether it is a GeForce card at a desktop's power."""
+        return self.is_geforce and not any(word in self.name for word in LESS_POWER)
+
+    @property
+    def halves_tensor_cores(self) -> bool:
+        """Return whether the tensor cores accumulate in FP32 at half of their rate, as on GeForce cards, A10G, L20 and L40.
+
+        The datasheet's rates tell: FP16 over FP32 is half of what the tensor cores of the architecture reach. Without both rates
+        the name tells.
+        """
+        whole = TENSOR_SHARES.get(self.compute_capability or (0, 0))
+        if whole is None:
+            return False
+        if self.peak is None or self.peak.fp16 is None or self.peak.fp32 is None:
+            return self.is_geforce
+        return HALF[0] < self.peak.fp16 / self.peak.fp32 / whole < HALF[1]
 
     def supports(self, precision: Precision) -> bool | None:
         """Return whether the GPU has matrix instructions for this precision.
@@ -163,17 +189,19 @@ class Gpu(Value):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that identify the product: no free memory and no catalog figures. The name implies the backend."""
-        fields = self.model_dump(
-            exclude={"backend", "table_key", "free_memory_bytes", "shares_host_memory", "tdp_watts", "peak", "is_geforce"}
-        )
+        fields = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "shares_host_memory", "tdp_watts", "peak"})
         return fields | {"memory_bytes": _coarse(self.memory_bytes)}
 
 
 class Link(Value):
-    """Describe a connection as one device sees it: bytes per second in one direction."""
+    """Describe a connection as one device sees it: bytes per second in one direction.
+
+    Between nodes it is all ports of a node together.
+    """
 
     name: str
     bytes_per_second: Rate
+    num_ports: Annotated[float, Field(gt=0)] | None = None  # of a node; None: unknown, and planned as one for each device
     latency_seconds: Seconds | None = None
     measured: bool = False  # False: the specified rate, an upper bound (PCIe peers often reach far less)
 
@@ -269,6 +297,11 @@ class Host(Value):
         return None if None in answers else True
 
     @property
+    def has_pcie_peers(self) -> bool:
+        """Return whether the GPUs of a node are joined by PCIe."""
+        return self.intra_node is not None and "PCIe" in self.intra_node.name
+
+    @property
     def measured_gpu(self) -> Rates | None:
         """Return the probed GPU's rates, with estimates for fp8 and int8 from the datasheet."""
         if self.measured is None or self.measured.gpu is None:
@@ -294,7 +327,7 @@ class Host(Value):
             "cpu": cpu,
             "gpus_per_node": self.gpus_per_node,
             "gpus": [gpu.identity() for gpu in gpus],
-            "links": [None if link is None else link.model_dump() for link in links],
+            "links": [None if link is None else link.model_dump(exclude={"num_ports"}) for link in links],
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 

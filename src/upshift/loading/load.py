@@ -77,8 +77,8 @@ def load_model(
         return load_source(
             source, dtype=dtype, quantize=quantize, model_class=model_class, progress=progress, allow_missing=can_miss
         )
-    _check_request(source, quantize)
     if quantize is not None:
+        _check_quantize(quantize)
         raise RequestError(f"quantize={quantize!r} is for models that are loaded whole; leave out device_map, or quantize")
     options = PlacementOptions(device_map, max_memory, None if offload_folder is None else Path(offload_folder))
     return load_placed(source, options, dtype=dtype, model_class=model_class, progress=progress, allow_missing=can_miss)
@@ -100,7 +100,8 @@ def load_source(
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
     answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights. ``all_used``: False if the
     files may hold more than the model, such as a head, and quantized files less."""
-    _check_request(source, quantize)
+    _check_quantize(quantize)
+    _check_has_weights(source)
     resolved_class = resolve_class(source.hf_config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
@@ -125,7 +126,7 @@ def load_placed(
     allow_missing: bool = False,
 ) -> PreTrainedModel:
     """Return the model of a source on several devices and the disk. ``load_source`` explains the arguments."""
-    _check_request(source)
+    _check_has_weights(source)
     resolved_class = resolve_class(source.hf_config, source, model_class)
     if source.config.get("quantization_config"):
         raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
@@ -136,9 +137,12 @@ def load_placed(
     return filling.model
 
 
-def _check_request(source: ModelSource, quantize: Quantized | None = None) -> None:
+def _check_quantize(quantize: Quantized | None) -> None:
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
+
+
+def _check_has_weights(source: ModelSource) -> None:
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
 

@@ -123,6 +123,16 @@ class Plan(Value):
         return self.num_processes // self.layout.ranks_per_replica
 
     @property
+    def mechanisms(self) -> tuple[bool, ...]:
+        """Return which kinds of parallelism, sharding and recomputation the plan uses.
+
+        The ratio of two predicted speeds is less certain if the plans differ in these.
+        """
+        layout = self.layout
+        degrees = (layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel, layout.expert_parallel)
+        return (*(degree > 1 for degree in degrees), layout.fully_shard != "no", self.activation_checkpointing > 0)
+
+    @property
     def flattens(self) -> bool:
         """Return whether a packed micro-batch is one long row. These kernels compute nothing between the sequences in it."""
         return self.packing and self.attention in ("block", "flash_attention_2", "flash_attention_3")

@@ -19,7 +19,7 @@ from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.estimation.estimate import estimate_profile
-from upshift.models.estimation.sizes import positions_in_config
+from upshift.models.estimation.sizes import check_adapter, positions_in_config
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.sequence_length import default_length
 from upshift.models.source import QLORA, AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
@@ -33,7 +33,7 @@ from upshift.planning.program import OWN, check_program, read_program
 from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig, cost_plan, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import MECHANISM_ERROR, simplest_first, why_simplest
+from upshift.planning.search.simplicity import simplest_first, why_simplest
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     automatic_weight_places,
@@ -93,7 +93,7 @@ class Planning:
     @property
     def preference(self) -> str | None:
         """Return why the best plan is not the one that is predicted to be the fastest; None where it is."""
-        return why_simplest(self.ranking.candidates, error=MECHANISM_ERROR)
+        return why_simplest(self.ranking.candidates)
 
     @property
     def shadow_price(self) -> str | None:
@@ -487,20 +487,24 @@ def plan(
             "risk": risk,
         }
     )
-    source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images)
+    source = find_source(model, AdapterOptions.from_fields(dict(adapter)), images=images, quick=quick)
     workload = workload.changed(program=read_program(program, has_images=source.images_per_row > 0))
     if quick and source.images_per_row:
         raise RequestError("quick=True does not work with images; leave it out, or plan rows of text alone with images=0")
     if quick:
-        length_in_config(source, sequence_length)
+        check_length_in_config(source, sequence_length)
     profiler = choose_profiler(source, quick=quick)
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None, profiler=profiler)
 
 
 def choose_profiler(source: ModelSource, *, quick: bool) -> Profiler:
-    """Return what makes the model's profile: a trace, or with ``quick`` the sizes in its config."""
+    """Return what makes the model's profile: a trace, or with ``quick`` the sizes in its config.
+
+    Raise RequestError for an adapter that a quick plan has no formulas for.
+    """
     if not quick:
         return profile_model
+    check_adapter(source)
     shapes = shapes_in_files(source)
 
     def estimate(
@@ -525,26 +529,34 @@ def shapes_in_files(source: ModelSource) -> dict[str, tuple[int, ...]]:
 
 def length_in_config(source: ModelSource, length: int | None) -> int:
     """Return the length of sequences: the user's, or the default. Raise RequestError for more tokens than the config has."""
+    if length is None:
+        return default_length(positions_in_config(source))
+    check_length_in_config(source, length)
+    return length
+
+
+def check_length_in_config(source: ModelSource, length: int) -> None:
+    """Raise RequestError for more tokens than the config has positions for."""
     limit = positions_in_config(source)
-    if length is not None and limit is not None and length > limit:
-        raise RequestError(f"--sequence-length {length} is longer than the {limit} positions in the config; use at most {limit}")
-    return default_length(limit) if length is None else length
+    if limit is not None and length > limit:
+        problem = f"a sequence length of {length} is longer than the {limit} positions in the config"
+        raise RequestError(f"{problem}; use at most {limit}")
 
 
 def find_source(
-    model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0
+    model: str | Path, adapter: AdapterOptions, *, has_reward_head: bool = False, images: int | None = 0, quick: bool = False
 ) -> ModelSource:
     """Return the source to plan for, with its adapter, its reward head, and the images of each row.
 
     ``images``: None means 1 for a model that is no language model by itself, such as LLaVA, and else 0. Raise RequestError if
-    the model lacks a module that the options name.
+    the model lacks a module that the options name. ``quick``: modules are not looked up, as a quick plan takes no names.
     """
     source = find_model_to_train(model, adapter, has_reward_head=has_reward_head)
     number = int(_needs_images(source)) if images is None else images
     if number < 0:
         raise RequestError(f"images={number} is no number of images in a row; use 0 or more")
     source = source.changed(images_per_row=number) if number else source
-    if adapter.names_modules:
+    if adapter.names_modules and not quick:
         from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
 
         check_module_names(source, adapter)

@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from math import exp
+from math import exp, expm1
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from upshift.hardware import detect
 from upshift.planning.cost.uncertainty import GPU_STEP_INTERVALS
 from upshift.planning.inference.plan import PROGRAMS
 from upshift.planning.inference.time import StepTime
-from upshift.planning.search.simplicity import MECHANISM_ERROR
+from upshift.planning.search.simplicity import MECHANISM_ERROR, PAIR_ERROR
 from upshift.record import Record
 
 CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
@@ -190,6 +190,16 @@ def test_an_interval_knows_nothing_of_the_source_that_it_judges(case: Callable[[
     assert low == pytest.approx(0.9) and high == pytest.approx(1.1)
     wider = module.interval(ratios, "any", is_new_kind=True)
     assert wider[0] < low and wider[1] > high
+
+
+def test_the_errors_of_pairs_are_those_of_the_published_rows(case: Callable[[str], ModuleType]) -> None:
+    module = case("published")
+    scored = module.read_scored()
+    page = (ROOT / "docs" / "accuracy_published.md").read_text(encoding="utf-8")
+    for of_mechanisms, error in ((False, PAIR_ERROR), (True, MECHANISM_ERROR)):
+        assert module.quantile(module.pair_errors(scored, of_mechanisms=of_mechanisms)) == pytest.approx(error, abs=5e-4)
+        assert f"within {module.percent(expm1(error))} of the measured one" in page
+    assert module.summary(scored) in page
 
 
 def test_quick_plans_agree_where_nothing_fits(case: Callable[[str], ModuleType]) -> None:

@@ -156,7 +156,7 @@ def command(
     options = DataOptions.from_fields({**row_options, "objective": objective})
     _check_options(risk, data, options, largest, html, kto_loss)
     allowed = check_allow(split_names(allow))
-    source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_)
+    source = find_source(model, adapter, has_reward_head=options.has_reward_head, images=images_, quick=is_quick)
     has_images = _has_images(source.images_per_row, {"--data": data, "--objective": objective, "--quick": is_quick or None})
     _check_takes_pairs(source, options)
     length = length_in_config(source, sequence_length) if is_quick else sequence_length_of(source, sequence_length)

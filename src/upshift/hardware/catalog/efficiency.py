@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
-from upshift.hardware.spec import Collective, Link
+from upshift.hardware.spec import Collective, Gpu, Link, Precision
 from upshift.units import GIGA
 
 # COSTS.md D7: medians over AIConfigurator's measured tables (vLLM 0.14 and 0.24 GEMMs, bf16), as a share of the
@@ -22,9 +21,16 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
 }
 # For GPUs that are in none of these tables, of products above 1e12 FLOP, as training has them. SemiAnalysis, "MI300X vs H100 vs
 # H200 Benchmark Part 1: Training" (2024): 620 of 1,307 TFLOP/s in bf16.
-# GeForce cards, whose tensor cores run at half their rate, reach nearly all of it: a 3090 Ti 81 of 80 TFLOP/s in fp16
-# (mli/transformers-benchmarks, README), a 4090 159 to 167 of 165 (its issue 4).
-LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47} | {key: 0.95 for key, facts in NVIDIA_GPUS.items() if facts.gpu.is_geforce}
+LARGE_GEMM_EFFICIENCY = {"mi300x": 0.47}
+# GPUs in none of these tables whose tensor cores accumulate at half of their rate reach nearly all of it with large products: a
+# 3090 Ti 81 of 80 TFLOP/s in fp16, a 4090 159 to 167 of 165 (mli/transformers-benchmarks, README, issue 4), an L20 105 to 115 of
+# 119.5 (DefTruth/CUDA-Learn-Notes, hgemm/README.md). Smaller ones by the sizes of a 5090, of 209.5 in bf16 (zzc0721/
+# torch-performance-test-data#15): 94 at n = 1024, 174 at 2048, 184 at 4096 (fp16: 219) and 236 at 8192. No row of
+# benchmarks/published is of an A10G or an L40.
+HALVED = "tensor cores that accumulate in FP32 at half of their rate"
+HALVED_GEMM_EFFICIENCY = (0.5, 0.83, 0.95, 0.95, None)
+# Products in fp32 (51.6 of 82.6 on a 4090 and 24 of 35.6 on a 3090, issues 3 and 4 of the same) and in int8 are not halved.
+HALVED_PRECISIONS: tuple[Precision, ...] = ("fp32_medium", "bf16", "fp16", "fp8")
 # Attention of training: its kernels, and the share of the 16-bit peak that forward and backward pass reach together, by the major
 # number of the compute capability. For causal attention of long texts with heads of 128 elements, counted as half of all scores.
 # The backward pass has 2.5 times the work. FlashAttention 1 and 2 on an A100: Dao 2023 (arXiv 2307.08691): forward 30 to 50 % and
@@ -54,14 +60,31 @@ COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {
 }
 
 
-def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
+def efficiency_row(gpu: Gpu, precision: Precision) -> str:
+    """Return the row of measured efficiencies that holds for a GPU's matrix products: the GPU's own, or HALVED.
+
+    An empty text if there is none.
+    """
+    key = gpu.table_key or ""
+    if key in GEMM_EFFICIENCY or not gpu.halves_tensor_cores:
+        return key
+    return HALVED if precision in HALVED_PRECISIONS else ""
+
+
+def gemm_shares(row: str) -> tuple[float | None, ...]:
+    """Return the share of the peak for each class of products. Empty: not measured by size."""
+    return HALVED_GEMM_EFFICIENCY if row == HALVED else GEMM_EFFICIENCY.get(row, ())
+
+
+def gemm_efficiency(row: str, flops_per_gemm: float) -> float | None:
     """Return the share of the bf16 roofline that a matrix product of this size reaches, or None if the GPU was not measured.
 
-    If no product of this size was measured, the nearest measured size counts. Source: FITTED_SOURCE, or LARGE_GEMM_EFFICIENCY.
+    ``row``: see ``efficiency_row``. If no product of this size was measured, the nearest measured size counts. Source:
+    FITTED_SOURCE, HALVED_GEMM_EFFICIENCY or LARGE_GEMM_EFFICIENCY.
     """
-    classes = GEMM_EFFICIENCY.get(gpu_key)
-    if classes is None:
-        return LARGE_GEMM_EFFICIENCY.get(gpu_key)
+    classes = gemm_shares(row)
+    if not classes:
+        return LARGE_GEMM_EFFICIENCY.get(row)
     measured = [(bound, share) for bound, share in zip(GEMM_CLASSES, classes, strict=True) if share is not None]
     below = [share for bound, share in measured if flops_per_gemm >= bound]
     return below[-1] if below else measured[0][1]

@@ -51,7 +51,7 @@ class PortFacts(Value):
     name: str
     bytes_per_second: Rate
     source: str
-    # Ports of a node, where the user counts none; None: as many as the node has accelerators. Above 1 no user may count them.
+    # The number of ports of a node if the user writes no count. None: one for each accelerator. Above 1: a count is refused.
     per_node: Count | None = None
 
 
@@ -65,7 +65,7 @@ PORTS: dict[str, PortFacts] = {
     "ib-ndr": _port("InfiniBand NDR", 400, INFINIBAND),
     "ib-xdr": _port("InfiniBand XDR", 800, INFINIBAND),
     **{f"roce-{rate}": _port(f"RoCE {rate}", rate, f"{ETHERNET}, carrying RoCE v2") for rate in (100, 200, 400)},
-    # A machine's network, and not the rails of its GPUs: RoCE is named for those.
+    # One port joins the machine to a network. GPUs with a port each are described with RoCE.
     **{f"ethernet-{rate}": _port(f"Ethernet {rate}", rate, ETHERNET, per_node=1) for rate in (10, 25, 100, 200, 400)},
     "opa-100": _port("Omni-Path 100", 100, "Intel Omni-Path Architecture, 100 series"),
     "efa-p4d": _port("EFA", 100, "AWS EC2 P4d instance page: 400 Gb/s a node", per_node=4),
@@ -95,7 +95,9 @@ def stated_connection(port: str, *, per_node: int) -> Connection:
     if count is not None and (facts.per_node or 1) > 1:
         raise RequestError(f"link {port!r} counts ports, but {name} is the network of a whole node; write @{name}")
     num_ports = int(count) if count else facts.per_node or per_node
-    return Connection(_bundle(facts, num_ports), f"described; {facts.source}")
+    is_default = count is None and facts.per_node == 1
+    note = f"; one port per node, as none are counted: @2x{name} states two" if is_default else ""
+    return Connection(_bundle(facts, num_ports), f"described; {facts.source}{note}")
 
 
 def default_connection(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
@@ -106,7 +108,8 @@ def default_connection(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Con
     system = facts.reference
     if fabric is not None and fabric.spans_nodes and num_nodes * per_node <= fabric.largest:
         device_link = fabric.link(num_nodes * per_node)
-        link = Link(name=f"{per_node} x {device_link.name}", bytes_per_second=device_link.bytes_per_second * per_node)
+        rate = device_link.bytes_per_second * per_node
+        link = Link(name=f"{per_node} x {device_link.name}", bytes_per_second=rate, num_ports=per_node)
         return Connection(link, f"{fabric.name} joins up to {fabric.largest}: {fabric.source}; {STATES_ANOTHER}")
     if system is None:
         return Connection(None, UNKNOWN)
@@ -116,4 +119,4 @@ def default_connection(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Con
 
 def _bundle(facts: PortFacts, count: float) -> Link:
     """Return `count` ports as one link."""
-    return Link(name=f"{count:g}x {facts.name}", bytes_per_second=facts.bytes_per_second * count)
+    return Link(name=f"{count:g}x {facts.name}", bytes_per_second=facts.bytes_per_second * count, num_ports=count)

@@ -90,7 +90,6 @@ def cuda_row(
         nvlink_bytes_per_second=nvlink.links * nvlink.link_bytes_per_second if nvlink else None,
         tdp_watts=watts,
         peak=rates(tera, gb_s),
-        is_geforce="GeForce" in name,
     )
     largest = nvlink.largest if nvlink else None
     return key, GpuFacts(gpu=gpu, source=source, fabric=nvlink, max_per_node=largest, reference=system)

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -197,6 +197,24 @@ class _UnitHooks:
             self._reset_weights()
             self.offload.release(self.number)
 
+    def end_interrupted(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the forward of a module that calls ``after_forward`` also if it is interrupted.
+
+        torch calls a hook of the kind always_call after an Exception, and not after a KeyboardInterrupt."""
+        forward = module.forward
+
+        @wraps(forward)
+        def run(*arguments: Any, **named: Any) -> Any:
+            try:
+                return forward(*arguments, **named)
+            except Exception:
+                raise
+            except BaseException:
+                self.after_forward(module, arguments, None)
+                raise
+
+        return run
+
     def _set_weights(self, chunks: Sequence[Tensor]) -> None:
         with torch.inference_mode(False):
             for weight, (index, start) in zip(self.weights, self.offload.offsets[self.number], strict=True):
@@ -298,6 +316,7 @@ def register_offload_hooks(
     for module, number in hooked_modules:
         module.register_forward_pre_hook(offload.units[number].before_forward)
         module.register_forward_hook(offload.units[number].after_forward, always_call=True)
+        module.forward = offload.units[number].end_interrupted(module)
         module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
     offload.mapped_bytes = total

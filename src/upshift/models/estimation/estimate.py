@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.estimation.sizes import DecoderSizes, positions_in_config, sizes_of
+from upshift.models.estimation.sizes import LEAVE_OUT, DecoderSizes, positions_in_config, sizes_of
 from upshift.models.profile import (
     CachedLayers,
     Declares,
@@ -98,8 +98,8 @@ def _check_files(sizes: DecoderSizes, shapes: Mapping[str, Sequence[int]], refer
     stored = sum(prod(shape) for shape in shapes.values())
     if shapes and abs(stored / sizes.total - 1) > TOLERATED:
         raise RequestError(
-            f"--quick expects {sizes.total:,} parameters from the sizes in the config, and the files of {reference!r} have "
-            f"{stored:,}; leave --quick out to trace the model"
+            f"a quick plan expects {sizes.total:,} parameters from the sizes in the config, and the files of {reference!r} have "
+            f"{stored:,}; {LEAVE_OUT}"
         )
 
 

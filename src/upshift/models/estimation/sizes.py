@@ -7,6 +7,7 @@ from typing import NamedTuple
 from upshift.errors import RequestError
 from upshift.models.source import ALL_LINEAR, ModelSource
 
+LEAVE_OUT = "leave out --quick, or quick=True in Python, and Upshift traces the model"
 # Fields with which a config states another computation than that of the table.
 OTHER_COMPUTATIONS = (
     "num_local_experts",
@@ -110,8 +111,8 @@ def sizes_of(source: ModelSource) -> DecoderSizes:
         reason = f"its config has no {missing[0]}" if missing else f"its config has {other[0]}"
     if reason is not None:
         raise RequestError(
-            f"--quick has formulas only for decoders with gated layers and RMSNorm, and {source.reference!r} is another model "
-            f"({reason}); leave --quick out, and Upshift traces the model"
+            f"a quick plan has formulas only for decoders with gated layers and RMSNorm, and {source.reference!r} is another "
+            f"model ({reason}); {LEAVE_OUT}"
         )
     heads = int(config["num_attention_heads"])
     return DecoderSizes(
@@ -128,19 +129,24 @@ def sizes_of(source: ModelSource) -> DecoderSizes:
 
 
 def _rank_of(source: ModelSource) -> int:
+    check_adapter(source)
+    return 0 if source.adapter is None else int(source.adapter["r"])
+
+
+def check_adapter(source: ModelSource) -> None:
+    """Raise RequestError for an adapter that the table is not for."""
     adapter = source.adapter
     if adapter is None:
-        return 0
+        return
     others = [name for name in ("modules_to_save", "use_dora", "rank_pattern", "lora_dropout") if adapter.get(name)]
     if adapter.get("target_modules") != ALL_LINEAR or others:
         found = others[0] if others else "target_modules"
-        raise RequestError(f"--quick has formulas only for LoRA around all linear layers, not with {found}; leave --quick out")
+        raise RequestError(f"a quick plan has formulas only for LoRA around all linear layers, not with {found}; {LEAVE_OUT}")
     if source.base_dtype != "bfloat16" and source.quantized_from is None:
         raise RequestError(
-            f"--quick has formulas only for LoRA around weights in bfloat16, and the config of {source.base_reference!r} says "
-            f"{source.base_dtype}; leave --quick out"
+            f"a quick plan has formulas only for LoRA around weights in bfloat16, and the config of {source.base_reference!r} "
+            f"says {source.base_dtype}; {LEAVE_OUT}"
         )
-    return int(adapter["r"])
 
 
 def positions_in_config(source: ModelSource) -> int | None:

@@ -22,7 +22,7 @@ from upshift.planning.planner import Planning, calibrate_and_filter
 from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
-from upshift.planning.search.simplicity import MECHANISM_ERROR, PAIR_ERROR, complexity, is_as_good
+from upshift.planning.search.simplicity import PAIR_ERROR, complexity, is_as_good
 from upshift.planning.search.space import ONLY_WHEN_ASKED, parse_fixed, parse_value, settable_fields, split_assignment
 from upshift.planning.search.variants import is_traced, variants_for
 from upshift.planning.workload import Workload
@@ -223,7 +223,7 @@ def _why_not_taken(best: Candidate, candidate: Candidate, choice: str, name: str
     """Return why a plan is not the best one that is predicted to be faster than the best one."""
     if name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS):
         return "no run has confirmed it: only taken when asked for"
-    if is_as_good(best, candidate, MECHANISM_ERROR) and complexity(candidate.plan, host) > complexity(best.plan, host):
+    if is_as_good(best, candidate) and complexity(candidate.plan, host) > complexity(best.plan, host):
         return "the prediction cannot tell the two apart, and the best plan is simpler"
     return f"the search missed it: --set {choice}"
 

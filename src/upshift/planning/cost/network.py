@@ -27,9 +27,11 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 # Without NVLink hosts differ: one with L40S reached 2 of 32 GB/s over 8 GPUs, through the host's memory (COSTS.md D5), while
 # TensorRT-LLM's rows of 4 and 8 L40S (benchmarks/published) are met with half of the specified rate. Only a measurement tells.
 PCIE_EFFICIENCY = 0.5
-# GeForce cards copy through the host's memory: 12.9 of 31.5 GB/s each way between three 4090 (p2pBandwidthLatencyTest with P2P
-# disabled, tinygrad/open-gpu-kernel-modules#6). Eight 5090 sum at 0.44 of the specified rate, four at 0.55 (NVIDIA/nccl#1639).
-# Two cards on a desktop's board often have 8 lanes each, and half of it.
+# GeForce cards copy through the host's memory, at 0.41 to 0.55 of the specified rate. The lowest figure is copies between three
+# 4090, 12.9 of 31.5 GB/s each way (p2pBandwidthLatencyTest with P2P disabled, tinygrad/open-gpu-kernel-modules#6). NCCL sums at
+# 0.44 on eight 5090, and at 0.55 on four (NVIDIA/nccl#1639). Published rows that gather weights without offload
+# (AnswerDotAI/fsdp_qlora) are predicted 2 to 5 % too fast on two 4090, and 1.1 to 2.8 times too fast on two 3090 on an older
+# board. The lanes of a described host are not known: two cards on a desktop's board often have 8 each.
 GEFORCE_PCIE_EFFICIENCY = 0.41
 # NCCL's own model of rings over PCIe (baseLat, hwLat and busBw of src/graph/tuning.cc, commit 01afd20a): seconds at the start,
 # seconds a step, and the part of the bandwidth that is left. LL sends a flag with each word, so it starts fast and streams
@@ -132,8 +134,8 @@ def point_to_point_seconds(
 ) -> float | None:
     """Return the seconds to send to one other rank; None where a link is unknown.
 
-    On GPUs a transfer to another node goes through the rank's own share of the node's ports, which is the port next to its GPU.
-    Processes on CPUs share one port.
+    The ranks that send at once share the node's ports. On GPUs one rank uses no more than the ports next to its GPU: its equal
+    share of them, and at least one. Processes on CPUs share all ports.
 
     Args:
         between_nodes: the receiver is on another node.
@@ -152,8 +154,15 @@ def point_to_point_seconds(
         return None if rate is None else NODE_LATENCY["nvlink"] + num_bytes / rate
     if host.inter_node is None:
         return None
-    share = host.inter_node.bytes_per_second * NETWORK_EFFICIENCY / node_ranks
-    return HOP_SECONDS + num_bytes / share
+    rate = host.inter_node.bytes_per_second * NETWORK_EFFICIENCY
+    return HOP_SECONDS + num_bytes / min(rate / num_senders, rate * _own_ports(host.inter_node, node_ranks))
+
+
+def _own_ports(link: Link, node_ranks: int) -> float:
+    """Return the share of a node's ports that one rank can use alone."""
+    if link.measured:  # between two ranks
+        return 1.0
+    return max(1 / node_ranks, min(1 / (link.num_ports or node_ranks), 1.0))
 
 
 def hop_seconds(host: Host, num_bytes: float, group: Group) -> tuple[float | None, ...]:
@@ -189,7 +198,7 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
     if rate is None:
         return None
     stream = num_bytes * _ring_volume(operation, ranks) / rate
-    if _is_pcie(host.intra_node):
+    if host.has_pcie_peers:
         return _pcie_seconds(operation, stream, ranks)
     return NODE_LATENCY["other"] + stream
 
@@ -230,19 +239,15 @@ def _node_rate(host: Host) -> float | None:
         return None
     if link.measured:
         return link.bytes_per_second
-    if not _is_pcie(link):
+    if not host.has_pcie_peers:
         return link.bytes_per_second * NODE_EFFICIENCY
     is_geforce = host.gpu is not None and host.gpu.is_geforce
     return link.bytes_per_second * (GEFORCE_PCIE_EFFICIENCY if is_geforce else PCIE_EFFICIENCY)
 
 
-def _is_pcie(link: Link | None) -> bool:
-    return link is not None and "PCIe" in link.name
-
-
-def has_slow_link(host: Host, ranks: int) -> bool:
-    """Return whether this many ranks in a row exchange over PCIe or between nodes. Ranks on CPUs have no faster link."""
-    return host.device != "cpu" and ranks > 1 and (ranks > host.gpus_per_node or _is_pcie(host.intra_node))
+def has_slow_link(host: Host) -> bool:
+    """Return whether the GPUs of a node exchange over PCIe."""
+    return host.device != "cpu" and host.has_pcie_peers
 
 
 def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from upshift.hardware import AttentionKernel, attention_efficiency, gemm_efficiency, memory_efficiency
+from upshift.hardware import AttentionKernel, attention_efficiency, efficiency_row, gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Gpu, Host
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.hardware.spec import Rates as MatrixRates
@@ -66,8 +66,9 @@ SUSTAINED = {
     (10, 0): Sustained(0.70, 0.95),
 }
 SUSTAINED_ELSEWHERE = Sustained(0.78, 0.85)
-# At half their rate the tensor cores do not take the power that lowers the clocks. With it two 3090 and two 4090 that train
-# copies of Llama 2 7B with LoRA or QLoRA (AnswerDotAI/fsdp_qlora) are predicted 3 to 15 % too slow; as other GPUs they were 55 %.
+# Desktop cards. Fitted to four rows alone: two 3090 and two 4090 that train copies of Llama 2 7B with LoRA or QLoRA
+# (AnswerDotAI/fsdp_qlora). They come out 4 to 13 % too slow; as other GPUs they were 55 % too slow. The probable reason: at half
+# of their rate the tensor cores do not take the power that lowers the clocks. Laptops, with less power, have no published rows.
 SUSTAINED_GEFORCE = Sustained(1.0, 0.85)
 # The programs whose runs they were fitted to.
 FITTED_TO_RUNS_OF = {(8, 0): "LLM Foundry", (9, 0): "LLM Foundry", (10, 0): "Megatron with Transformer Engine"}
@@ -158,7 +159,7 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan, kernel: AttentionK
         memory = memory or listed.memory_bytes_per_second
     if matrix is None or outside is None or memory is None:
         return None
-    elsewhere = SUSTAINED_GEFORCE if gpu.is_geforce else SUSTAINED_ELSEWHERE
+    elsewhere = SUSTAINED_GEFORCE if gpu.is_desktop_geforce else SUSTAINED_ELSEWHERE
     sustained = SUSTAINED.get(gpu.compute_capability or (0, 0), elsewhere)
     kept = FULL_PRECISION_SUSTAINED if precision == "fp32" else sustained.matrix
     return Rates(
@@ -187,10 +188,11 @@ def _datasheet_rates(gpu: Gpu, profile: ModelProfile, plan: Plan) -> MatrixRates
     """Return the datasheet's rates times the share that the model's products reach, and that its memory traffic reaches."""
     if gpu.peak is None:
         return MatrixRates()
-    key = gpu.table_key or ""
-    bf16, own = gpu.peak.matrix("bf16"), gpu.peak.matrix(MATRIX_PRECISION[plan.precision])
-    share = product_efficiency(key, profile, plan, slower=max(bf16 / own, 1.0) if bf16 and own else 1.0)
-    bandwidth_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
+    precision = MATRIX_PRECISION[plan.precision]
+    bf16, own = gpu.peak.matrix("bf16"), gpu.peak.matrix(precision)
+    slower = max(bf16 / own, 1.0) if bf16 and own else 1.0
+    share = product_efficiency(efficiency_row(gpu, precision), profile, plan, slower=slower)
+    bandwidth_share = memory_efficiency(gpu.table_key or "") or DEFAULT_MEMORY_EFFICIENCY
     reached = {name: rate and rate * share for name, rate in gpu.peak.model_dump().items()}
     bandwidth = gpu.peak.memory_bytes_per_second
     return MatrixRates(**reached | {"memory_bytes_per_second": bandwidth and bandwidth * bandwidth_share})
@@ -203,14 +205,16 @@ def host_link(host: Host) -> float | None:
     return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
 
 
-def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan, *, slower: float = 1.0) -> float:
+def product_efficiency(row: str, profile: ModelProfile, plan: Plan, *, slower: float = 1.0) -> float:
     """Return the share of the peak that the model's matrix products reach together, each by its size.
-
-    ``slower``: the rate of bf16, whose products were measured, over that of the precision. A product in a slower precision takes
-    as long as a larger one in bf16, and waits for memory and launches as little as that.
 
     The size of a weight's product follows from the tokens that are multiplied with it, and from the part of the weight that a
     rank has. Frozen weights, such as those below an adapter, have no product for a gradient of their own.
+
+    Args:
+        row: of measured efficiencies, see ``efficiency_row``.
+        slower: the rate of bf16, whose products were measured, over that of the precision. A product in a slower precision takes
+            as long as a larger one in bf16, and waits for memory and launches as little as that.
     """
     tokens = plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
     flops = seconds = 0.0
@@ -226,7 +230,7 @@ def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan, *, slowe
         product_flops = 2.0 * product_tokens * prod(shape.shape) / plan.layout.tensor_parallel
         total = num_products * product_flops * shape.count
         flops += total
-        seconds += total / (gemm_efficiency(gpu_key, slower * product_flops) or DEFAULT_GEMM_EFFICIENCY)
+        seconds += total / (gemm_efficiency(row, slower * product_flops) or DEFAULT_GEMM_EFFICIENCY)
     return flops / seconds if seconds else DEFAULT_GEMM_EFFICIENCY
 
 

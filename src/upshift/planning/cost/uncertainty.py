@@ -37,6 +37,9 @@ GPU_STEP_INTERVALS: Mapping[ProgramName, tuple[float, float]] = {
 # How much a chip's factors differ from the mean of others, as a logarithm, with 5 % above and 5 % below: 1.645 times the standard
 # deviation that benchmarks/cases/leave_one_out.py counts with.
 NEW_CHIP_SPREAD = 1.645 * 0.25
+# The longest step over the predicted one among the published rows of GeForce cards that gather weights over PCIe
+# (cost/network.py).
+GEFORCE_LINK_HIGH = 2.8
 # Live tensors of an eager step: 0.1 % (docs/accuracy.md), 5.6 % too much for adamw_torch (docs/log.md), 3.5 % among ranks
 # (tests/cpu). Temporaries of compiled layers are predicted as if nothing were fused: 25 % too much for GPT-2 (tests/cpu).
 ALLOCATED_INTERVAL = (0.94, 1.04)
@@ -73,14 +76,20 @@ def formula_interval(number: Number, plan: Plan, *, varies: bool = False) -> tup
     return math.exp(-half), VARYING_HELD_INTERVAL[1] if leaves_holes else math.exp(half)
 
 
-def step_interval(program: ProgramName, host: Host) -> tuple[float, float]:
-    """Return the interval of a step's time in a program. It is wider on GPUs for which no factors were fitted."""
+def step_interval(program: ProgramName, host: Host, *, exchanges: bool = False) -> tuple[float, float]:
+    """Return the interval of a step's time in a program. It is wider on GPUs for which no factors were fitted.
+
+    ``exchanges``: ranks exchange weights or activations within a micro-batch. On GeForce cards a host's PCIe then decides.
+    """
     if host.device != "cuda" or host.gpu is None:
         return STEP_INTERVAL
     low, high = GPU_STEP_INTERVALS[program]
     if host.gpu.compute_capability in SUSTAINED:
         return low, high
-    return math.exp(-math.hypot(math.log(low), NEW_CHIP_SPREAD)), math.exp(math.hypot(math.log(high), NEW_CHIP_SPREAD))
+    low, high = (math.exp(sign * math.hypot(math.log(end), NEW_CHIP_SPREAD)) for sign, end in ((-1, low), (1, high)))
+    is_measured = host.measured is not None and bool(host.measured.gpu_exchanges)
+    by_board = exchanges and host.gpu.is_geforce and host.has_pcie_peers and not is_measured
+    return low, max(high, GEFORCE_LINK_HIGH) if by_board else high
 
 
 def formula_basis(number: Number, plan: Plan, *, varies: bool = False) -> Basis:

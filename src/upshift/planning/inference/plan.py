@@ -178,6 +178,11 @@ class InferencePlan(Value):
         return self.replicas * self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def mechanisms(self) -> tuple[bool, ...]:
+        """Return which kinds of parallelism the plan uses beside copies of the model."""
+        return self.tensor_parallel > 1, self.pipeline_parallel > 1
+
+    @property
     def changes_mathematics(self) -> tuple[str, ...]:
         """Return the names, for ``--allow``, of the plan's choices that change the mathematics."""
         names = (WEIGHTS[self.weights].allow, CACHE_ALLOW.get(self.kv_cache))

@@ -21,8 +21,8 @@ from math import ceil, log
 from typing import Literal, NamedTuple
 
 from upshift.hardware import memory_efficiency
-from upshift.hardware.catalog.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY, LARGE_GEMM_EFFICIENCY
-from upshift.hardware.spec import Host, Rates
+from upshift.hardware.catalog.efficiency import GEMM_CLASSES, LARGE_GEMM_EFFICIENCY, efficiency_row, gemm_shares
+from upshift.hardware.spec import Gpu, Host, Rates
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.network import Group, collective_seconds, hop_seconds
@@ -125,15 +125,14 @@ def _gpu_rates(
     if gpu is None or (gpu.peak is None and measured is None):
         return None
     key = gpu.table_key or ""
-    shares = _efficiencies_by_class(key)
+    shares = _efficiencies_by_class(efficiency_row(gpu, outside_precision))
     rates = gpu.peak
     memory_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
-    large_share = LARGE_GEMM_EFFICIENCY.get(key, DEFAULT_GEMM_EFFICIENCY)
+    large_share = _largest_share(gpu, outside_precision)
     if measured is None:
         shares = shares or (large_share,) * len(GEMM_CLASSES)
     else:
-        best_share = max(shares, default=large_share)
-        rates, memory_share = _measured_or_listed(measured, gpu.peak, best_share, memory_share)
+        rates, memory_share = _measured_or_listed(measured, gpu.peak, large_share, memory_share)
         # Large products were measured, so only the loss of smaller ones counts.
         shares = tuple(min(share / max(shares), 1.0) for share in shares)
     assert rates is not None
@@ -142,6 +141,8 @@ def _gpu_rates(
     bandwidth = rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
         return None
+    if host.measured is None or host.measured.gpu is None or host.measured.gpu.matrix(computes) is None:
+        matrix *= _largest_share(gpu, computes) / large_share
     memory = bandwidth * memory_share
     return DeviceRates(
         matrix=matrix,
@@ -168,11 +169,16 @@ def _measured_or_listed(measured: Rates, listed: Rates | None, matrix_share: flo
     return Rates(**estimated | probed), 1.0 if is_measured else memory_share
 
 
-def _efficiencies_by_class(key: str) -> tuple[float, ...]:
+def _largest_share(gpu: Gpu, precision: MatrixPrecision) -> float:
+    """Return the share of the peak in this precision that the largest products reach."""
+    row = efficiency_row(gpu, precision)
+    return max(_efficiencies_by_class(row), default=LARGE_GEMM_EFFICIENCY.get(row, DEFAULT_GEMM_EFFICIENCY))
+
+
+def _efficiencies_by_class(row: str) -> tuple[float, ...]:
     """Return the efficiencies by class. For classes that were not measured, it is that of the class below."""
-    measured = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
-    for share in measured:
+    for share in gemm_shares(row):
         shares.append(share if share is not None else shares[-1])
     return tuple(shares)
 

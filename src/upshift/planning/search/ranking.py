@@ -225,7 +225,10 @@ class Coster:
         self.workload = workload
         self._memo = Memo()
         self._tokens = tokens_per_step(profile, workload)
-        self._step_basis = Basis(tier="formula", interval=step_interval(workload.program, host))
+        self._step_bases = {
+            exchanges: Basis(tier="formula", interval=step_interval(workload.program, host, exchanges=exchanges))
+            for exchanges in (False, True)
+        }
 
     def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
         """Return the predicted memory and time of a plan, whether it fits or not."""
@@ -276,7 +279,7 @@ class Coster:
 
     def _make_bases(self, plan: Plan, varies: bool) -> dict[Number, Basis]:
         bases: dict[Number, Basis] = {
-            "step": self._step_basis,
+            "step": self._step_bases[plan.layout.exchanges],
             "allocated": formula_basis("allocated", plan),
             "held": formula_basis("held", plan, varies=varies),
         }
