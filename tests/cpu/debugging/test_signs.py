@@ -15,7 +15,7 @@ from command import Command
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import upshift
-from upshift.debugging.step_faults import CHECK_INTERVAL, CONFIRMED_STEPS, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
+from upshift.debugging.step_faults import CHECK_INTERVAL, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
 from upshift.training.loop.monitor import ATTRIBUTED_STEPS
 
 
@@ -94,7 +94,7 @@ def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Com
 
 def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command) -> None:
     callback = KeepsTensors()
-    run(tmp_path, steps=SETTLING + CONFIRMED_STEPS + ATTRIBUTED_STEPS + 2 * CHECK_INTERVAL, rows=Rows(256), callbacks=(callback,))
+    run(tmp_path, steps=SETTLING + 2 * LEAK_STEPS + ATTRIBUTED_STEPS + 2 * CHECK_INTERVAL, rows=Rows(256), callbacks=(callback,))
     findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
     assert "memory leak in KeepsTensors" in findings, findings
     assert "loss.item()" in findings["memory leak in KeepsTensors"]["fix"]
@@ -102,6 +102,6 @@ def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command
 
 
 def test_a_run_without_faults_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, steps=SETTLING + CONFIRMED_STEPS + 4, rows=Rows(256))
+    run(tmp_path, steps=SETTLING + 2 * LEAK_STEPS + 4, rows=Rows(256))
     told = capfd.readouterr().err
     assert "memory leak" not in told and "recompiles" not in told
