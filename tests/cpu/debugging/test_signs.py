@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import upshift
 from upshift.debugging.step_faults import CHECK_INTERVAL, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
-from upshift.training.loop.monitor import ATTRIBUTED_STEPS
+from upshift.training.loop.monitor import ATTRIBUTED_STEPS, RunMonitor
+from upshift.units import GIB, MIB
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -105,3 +106,20 @@ def test_a_run_without_faults_says_nothing(tmp_path: Path, capfd: pytest.Capture
     run(tmp_path, steps=SETTLING + 2 * LEAK_STEPS + 4, rows=Rows(256))
     told = capfd.readouterr().err
     assert "memory leak" not in told and "recompiles" not in told
+
+
+@pytest.mark.parametrize(("unused", "is_urgent"), [(0, True), (40 * GIB, False)])
+def test_what_torch_holds_and_no_tensor_has_is_free(
+    unused: int, is_urgent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One window of growth is enough where the memory of a GPU would be full soon."""
+    held = GIB
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held + unused)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    found: list[Any] = []
+    monitor = RunMonitor(tmp_path, rank=0, device="cuda", data_fix="", on_finding=found.append)
+    for _ in range(SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + CHECK_INTERVAL):
+        monitor.begin_step()
+        held += 16 * MIB
+    assert bool(found) == is_urgent

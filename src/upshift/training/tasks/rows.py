@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -38,7 +39,7 @@ from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_spli
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import num_held_out
 from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
-from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+from upshift.training.tasks.metrics.task_metrics import BatchLoss, TaskMetrics
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
@@ -54,6 +55,7 @@ class TaskRow(NamedTuple):
     folder: Path
 
 
+HoldOut = Callable[[list[Any]], tuple[list[Any], list[Any]]]  # returns those to train on, and those held out
 FolderRows = tuple[list[TaskRow], list[TaskRow]]  # of the training, and of the evaluation
 
 
@@ -70,6 +72,7 @@ class TaskRows(NamedTuple):
     evaluation: list[TaskRow]
     origin: str
     class_names: ClassNames
+    hold_out: HoldOut | None  # holds rows out that the user did not ask for; None: the user said which, or how many
 
     def values(self, column: str) -> list[Any]:
         """Return the values that the rows of both splits have in a column."""
@@ -122,16 +125,16 @@ def read_task_rows(
             "--eval-size out"
         )
     if held_out:
-        return TaskRows(rows, held_out, data, splits.class_names)
-    number = num_held_out(len(rows), options.eval_size)
-    if are_sorted:
-        rows, held_out = _hold_out_evenly(rows, number)
-    else:
-        rows, held_out = rows[: len(rows) - number], rows[len(rows) - number :]
-    return TaskRows(rows, held_out, data, splits.class_names)
+        return TaskRows(rows, held_out, data, splits.class_names, None)
+    hold_out = partial(_hold_out, size=options.eval_size, are_sorted=are_sorted)
+    return TaskRows(*hold_out(rows), data, splits.class_names, hold_out if options.eval_size is None else None)
 
 
-def _hold_out_evenly(rows: list[TaskRow], number: int) -> tuple[list[TaskRow], list[TaskRow]]:
+def _hold_out(rows: list[Any], *, size: float | None, are_sorted: bool) -> tuple[list[Any], list[Any]]:
+    """Return the rows to train on, and those held out: the last ones, or some that are spread over all."""
+    number = num_held_out(len(rows), size)
+    if not are_sorted:
+        return rows[: len(rows) - number], rows[len(rows) - number :]
     chosen = set(np.linspace(0, len(rows) - 1, num=number + 2).astype(int)[1:-1].tolist())
     kept = [row for number, row in enumerate(rows) if number not in chosen]
     return kept, [row for number, row in enumerate(rows) if number in chosen]
@@ -306,10 +309,11 @@ class TaskData:
     describe: Callable[[Any], list[tuple[str, bool]]]  # the parts of an example, and whether each is learned
     new_head: NewHead | None = None  # None: the head of the model's files stays
     label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
-    loss_is_mean_of: Literal["labels", "rows"] = "labels"
+    batch_loss: BatchLoss = "mean over labels"
     ignored_label: int = IGNORED  # the number that the model's loss leaves out, in place of IGNORED
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
-    digests: Mapping[str, str | None] = field(default_factory=dict)  # of the rows of both splits, and the labels of a new head
+    class_names: tuple[str, ...] = ()  # those that a file beside the data gives the numbers of its classes
+    data_identity: Mapping[str, str | None] = field(default_factory=dict)  # what a run that resumes must find again
 
 
 class TaskDataParts(TypedDict, total=False):
@@ -320,8 +324,9 @@ class TaskDataParts(TypedDict, total=False):
     describe: Required[Callable[[Any], list[tuple[str, bool]]]]
     new_head: NewHead | None
     label_inputs: tuple[str, ...]
-    loss_is_mean_of: Literal["labels", "rows"]
+    batch_loss: BatchLoss
     ignored_label: int
+    class_names: tuple[str, ...]
     metrics: TaskMetrics | None
 
 
@@ -334,6 +339,20 @@ def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = F
     if tries_batch:
         data.collate(training[:1])
     return data
+
+
+def check_held_out_labels(data: TaskData) -> None:
+    """Raise RequestError if the model gets no label of any held-out row, so that there would be no held-out loss.
+
+    A label image may lose its labels when the processor changes its size."""
+    if data.evaluation is None or data.batch_loss != "mean over labels":
+        return
+    examples = (data.evaluation[number] for number in range(len(data.evaluation)))
+    if not any(bool((data.collate([example])[data.label_inputs[0]] != IGNORED).any()) for example in examples):
+        raise RequestError(
+            "no held-out row has a label in what the model gets of it, so that there is no held-out loss; give other rows with "
+            "--eval-data, or evaluate on none with --eval-size 0"
+        )
 
 
 def load_processor(source: ModelSource, auto_class: str) -> Any:
@@ -369,9 +388,20 @@ def read_splits(rows: TaskRows, read: Callable[[TaskRow], Any | None], progress:
     num_left_out = total - sum(map(len, splits))
     if num_left_out:
         say_once(f"{rows.origin}: {num_left_out} rows are left out, because nothing is learned of them")
-    if not splits[0]:
+    if not splits[0] and not (rows.hold_out and splits[1]):
         raise RequestError(f"{rows.origin} has no row of which something is learned; give at least one")
-    if rows.evaluation and not splits[1]:
+    return hold_out_learned(rows, splits)
+
+
+def hold_out_learned(rows: TaskRows, splits: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+    """Return the examples of both splits. If one has none, hold some of all examples out, unless the user asked for those rows.
+
+    Raise RequestError if nothing is learned of the held-out rows that the user asked for."""
+    if not rows.evaluation or all(splits):
+        return splits
+    if rows.hold_out is not None:
+        return rows.hold_out(splits[0] + splits[1])
+    if not splits[1]:
         raise RequestError(
             f"nothing is learned of any held-out row ({rows.evaluation[0].place} is the first); give others with --eval-data, or "
             "evaluate on none with --eval-size 0"
