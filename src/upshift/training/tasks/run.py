@@ -36,6 +36,7 @@ from upshift.training.arguments import LOSS, Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.directory import TASK_CHECKPOINTS as CHECKPOINTS
+from upshift.training.checkpoint.directory import TASK_RUN_NAME as RUN_FILE
 from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, step_of
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
@@ -56,7 +57,7 @@ from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, re
 from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RisingRate, RunEvents, measured_numbers
 from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
 from upshift.training.tasks.rows import TaskData, check_held_out_labels
-from upshift.training.tasks.run_file import RUN_FILE, check_same_data, checkpoint_to_resume, found_rate_of, write_run_file
+from upshift.training.tasks.run_file import check_same_data, checkpoint_to_resume, found_rate_of, write_run_file
 from upshift.units import FLOP_CONVENTION
 
 OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp", TENSORBOARD_FOLDER)
