@@ -51,7 +51,7 @@ def parts_case(folder: Path) -> list[str]:
 
 
 def detection_cases(folder: Path) -> list[list[str]]:
-    """A detector, and images that have two boxes each. In the last batch one rank has one row of its own, or none."""
+    """Write a detector, and images with two boxes each. In the last batch, one rank has one row of its own, or none."""
     make_pictures(folder / "boxes", *[(40, 36)] * max(UNEVEN))
     boxes = {"bbox": [[1, 2, 10, 12], [20, 4, 9, 30]], "category": ["cat", "dog"]}
     files = {number: folder / "boxes" / f"{number}.jsonl" for number in (ROWS, *UNEVEN)}
@@ -62,7 +62,7 @@ def detection_cases(folder: Path) -> list[list[str]]:
 
 
 def row_cases(folder: Path) -> list[list[str]]:
-    """Models whose loss is a mean over rows, and no collective operation: one of questions, and one of speech."""
+    """Write models whose loss is a mean over rows: one that answers questions, and one that recognizes speech."""
     context = "bob lives in rome and paris"
     rows = [
         {"question": "where is bob", "context": context, "answers": {"text": [text], "answer_start": [context.index(text)]}}

@@ -29,7 +29,7 @@ needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is no
 
 
 def words_case(folder: Path) -> tuple[Path, Path]:
-    """Words with tags. Rows have other numbers of them."""
+    """Write a model and words with tags. The rows have different numbers of words."""
     model = save_text_model(folder / "model", "BertForTokenClassification", **named("A", "B"))
     rows = [
         {"tokens": ["rome", "is", "good", "and", "bad"][:number], "tags": list("ABBAB")[:number]} for number in (1, 5, 2, 4, 1)
@@ -38,7 +38,7 @@ def words_case(folder: Path) -> tuple[Path, Path]:
 
 
 def answers_case(folder: Path) -> tuple[Path, Path]:
-    """Questions with answers: the loss of a batch is a mean over its rows."""
+    """Write a model and questions with answers. The loss of a batch is a mean over its rows."""
     context = "bob lives in rome and paris"
     texts = ("rome", "paris", "bob", "lives", "rome")
     rows = [{"question": "where is bob", "context": context, "answers": answer_of(text, context)} for text in texts]
@@ -50,17 +50,17 @@ def answer_of(text: str, context: str) -> dict[str, Any]:
 
 
 def speech_case(folder: Path) -> tuple[Path, Path]:
-    """Sounds with texts for a CTC head: the loss of a batch is a mean over its rows."""
+    """Write a CTC head and sounds with texts. The loss of a batch is a mean over its rows."""
     return save_speech_model(folder / "model", ctc_loss_reduction="mean"), spoken_rows(folder, ROWS)
 
 
 def summed_speech_case(folder: Path) -> tuple[Path, Path]:
-    """The default of Wav2Vec2: the loss of a batch is the sum of its rows' losses."""
+    """Write a CTC head as Wav2Vec2 is by default. The loss of a batch is the sum of the losses of its rows."""
     return save_speech_model(folder / "model", ctc_loss_reduction="sum"), spoken_rows(folder, ROWS)
 
 
 def boxes_case(folder: Path) -> tuple[Path, Path]:
-    """Images that have other numbers of boxes."""
+    """Write a detector and images with different numbers of boxes."""
     make_pictures(folder, *[(32, 32)] * ROWS)
     boxes = [[1, 2, 10, 12], [20, 4, 9, 20], [3, 3, 20, 20], [0, 12, 12, 12]]
     of_rows = [{"bbox": boxes[:number], "category": ["cat", "dog", "dog", "cat"][:number]} for number in (1, 4, 2, 1, 3)]
@@ -76,7 +76,7 @@ def lone_pixel(side: int) -> np.ndarray:
 
 
 def pixels_case(folder: Path) -> tuple[Path, Path]:
-    """Label images, of which one has no label at the size that the model takes, and one has few."""
+    """Write a segmenter and label images. One has no label at the size that the model takes, and one has few."""
     label_images = make_pictures(folder, (32, 32), (64, 64), *[(32, 32)] * 3)
     label_images[1] = lone_pixel(64)
     label_images[2][4:] = NO_LABEL
@@ -84,7 +84,7 @@ def pixels_case(folder: Path) -> tuple[Path, Path]:
 
 
 def held_out_loss(model: Path, rows: Path, output: Path, *, size: int, held_out: Path | None = None, fixed: Any = ()) -> float:
-    """The loss of the model with its weights hardly changed, computed with ``size`` rows at once."""
+    """Return the loss of the model with its weights hardly changed, computed with ``size`` rows at once."""
     record = upshift.train(
         str(model), str(rows), output=output, overwrite=True, global_batch=4, eval_data=str(held_out or rows), trial_seconds=0,
         fixed=(f"per_device_train_batch_size={size}", *fixed), arguments={"max_steps": 1, "learning_rate": 1e-7},
@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_one_batch(make: Any, tmp_path: Path) -> None:
 
 @needs_pillow
 def test_the_loss_of_boxes_is_the_mean_of_its_batches_over_their_rows(tmp_path: Path) -> None:
-    """Its classes are divided by another number than its boxes, so that it depends on the size of the batches."""
+    """The loss divides its classes by another number than its boxes, so that it depends on the size of the batches."""
     from transformers import AutoModelForObjectDetection
 
     model, rows = boxes_case(tmp_path)

@@ -187,7 +187,7 @@ def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(
     rates.clear()
     resumed = trained_task("found", short | {"max_steps": 6}, find_learning_rate=True, resume=True)
     given_again = trained_task("given", short | {"max_steps": 6, "learning_rate": answer.learning_rate}, resume=True)
-    assert len(found) == 1 and len(rates) == 4 and rates[:2] == rates[2:] and rates[0] > 0  # of steps 5 and 6
+    assert len(found) == 1 and len(rates) == 4 and rates[:2] == rates[2:] and rates[1] > 0  # of steps 5 and 6
     assert curve(resumed) == curve(given_again) and len(curve(resumed)) == 6
     assert resumed.details["arguments"]["learning_rate"] == answer.learning_rate
 

@@ -6,6 +6,7 @@ needs them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from upshift.training.data.data_files import (
     METADATA_FILES,
     SPLIT_WORDS,
     DataFiles,
+    Kind,
     file_kind,
     find_data_files,
     find_split,
@@ -38,11 +40,12 @@ from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import num_held_out
-from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
 from upshift.training.tasks.metrics.task_metrics import BatchLoss, TaskMetrics
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
+ClassNames = Mapping[str, tuple[str, ...]]  # the names of a column's numbers, by the column; "objects.category" is in a struct
+FEATURES_KEY = b"huggingface"  # of the metadata of a Parquet or Arrow file, in which datasets names classes
 IMAGE_COLUMNS = ("images", "image")
 IMAGE_PARTS = ("image", "image_url")  # types of a content's parts
 
@@ -186,7 +189,7 @@ def _read_splits(data: str, options: DataOptions, read_folder: ReadFolder, *, is
     if is_saved_dataset(path):
         split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
         held_out = iter(()) if evaluation is None else _saved_rows(evaluation, path)
-        return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, class_names_of_saved(split.folder))
+        return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, _class_names_of_saved(split.folder))
     folder = read_folder(path, wanted, is_evaluation=is_evaluation)
     if folder is not None:
         of_folder = folder[0]
@@ -197,7 +200,7 @@ def _read_splits(data: str, options: DataOptions, read_folder: ReadFolder, *, is
             f"{path} is plain text, and this model is trained on the rows of a table; give JSON, CSV, Parquet or Arrow, or, for "
             "images and sounds, a folder with a folder for each label"
         )
-    names = class_names_of_file(files.training[0], files.kind)
+    names = _class_names_of_file(files.training[0], files.kind)
     return _Splits(_select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files), names)
 
 
@@ -214,6 +217,56 @@ def _table_rows(paths: tuple[Path, ...], files: DataFiles) -> Iterator[TaskRow]:
 def _saved_rows(split: SavedSplit, path: Path) -> Iterator[TaskRow]:
     for place, fields in split.rows():
         yield TaskRow(place, fields, path)
+
+
+def _class_names_of_saved(folder: Path) -> ClassNames:
+    """Return the names of the classes of a split that ``save_to_disk`` wrote."""
+    try:
+        features = json.loads((folder / "dataset_info.json").read_bytes()).get("features")
+    except (OSError, ValueError):  # the reader of the rows says what is wrong with the folder
+        return {}
+    return _names_of_features(features)
+
+
+def _class_names_of_file(file: Path, kind: Kind) -> ClassNames:
+    """Return the names of the classes of a table. Only Parquet and Arrow files have some."""
+    if kind not in ("parquet", "arrow"):
+        return {}
+    try:
+        metadata = _schema_of(file, kind).metadata or {}
+        return _names_of_features(json.loads(metadata.get(FEATURES_KEY, b"{}")).get("info", {}).get("features"))
+    except (OSError, ValueError, AttributeError):  # the reader of the rows says what is wrong with the file
+        return {}
+
+
+def _schema_of(file: Path, kind: Kind) -> Any:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        return pyarrow.parquet.read_schema(file)
+    try:
+        return pyarrow.ipc.open_file(str(file)).schema
+    except pyarrow.ArrowInvalid:  # datasets writes a stream
+        return pyarrow.ipc.open_stream(str(file)).schema
+
+
+def _names_of_features(features: Any, column: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the names of the classes in features as ``datasets`` writes them: also of lists, and of structs in lists."""
+    if isinstance(features, list) and features:
+        return _names_of_features(features[0], column)
+    if not isinstance(features, dict):
+        return {}
+    kind = features.get("_type")
+    if kind == "ClassLabel":
+        return {column: tuple(map(str, features.get("names") or ()))}
+    if isinstance(kind, str):
+        return _names_of_features(features.get("feature"), column)
+    names: dict[str, tuple[str, ...]] = {}
+    for name, feature in features.items():
+        names |= _names_of_features(feature, f"{column}.{name}" if column else name)
+    return names
 
 
 def labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> FolderRows | None:
