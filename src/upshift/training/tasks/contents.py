@@ -167,7 +167,7 @@ def _add_text(text: str, checksum: int) -> int:
 
 
 def _add_file(path: Path, checksum: int) -> int:
-    """Return the checksum with a file added. A file that cannot be read adds nothing, because the reader of the rows reports it."""
+    """Return the checksum with a file added. A file that cannot be read adds nothing: the reader of the rows reports it."""
     try:
         with path.open("rb") as file:
             return zlib.crc32(file.read(FIRST_BYTES), zlib.crc32(b"f%d;" % path.stat().st_size, checksum))
