@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from upshift.debugging.step_faults import CHECK_INTERVAL, CONFIRMED_STEPS, LEAK_STEPS, SETTLING, Signs, Step
+from upshift.debugging.step_faults import CHECK_INTERVAL, LEAK_SHARE, LEAK_STEPS, SETTLING, Signs, Step
 from upshift.units import GIB, KIB, MIB
 
 HELD = 1 * GIB
+CONFIRMED_STEPS = 2 * LEAK_STEPS
 
 
 def growth(held: list[int], free: float | None = None) -> float | None:
@@ -25,6 +26,40 @@ def test_what_grows_in_the_first_steps_only_is_none() -> None:
     """A demo's heap grew by 0.9 MiB in each of its first 44 steps, and by nothing later: its user read of a leak."""
     series = [HELD + 900 * KIB * min(step, 44) for step in range(200)]
     assert [growth(series[: number + 1], 20 * GIB) for number in range(LEAK_STEPS, 200, CHECK_INTERVAL)] == [None] * 42
+
+
+def first_growth(series: list[int]) -> tuple[int, float] | None:
+    """Return the number of steps after which a leak is found, and its bytes in each step, or None."""
+    signs = Signs(data_fix="")
+    for number, held in enumerate(series, start=1):
+        signs.add(Step(seconds=0.1, data_seconds=0.0, compiled=0, held=held))
+        found = signs.growth(lambda: None)
+        if found is not None:
+            return number, found
+    return None
+
+
+@pytest.mark.parametrize("interval", [50, 70])
+@pytest.mark.parametrize("shift", range(0, 50, 10))
+def test_a_leak_beside_checkpoints_is_found(interval: int, shift: int) -> None:
+    """Each checkpoint is written in the background, from a copy that takes 2 GiB in 6 steps."""
+    series = [HELD + 2 * MIB * step + 2 * GIB * ((step + shift) % interval < 6) for step in range(400)]
+    found = first_growth(series)
+    assert found is not None and found[0] < 4 * interval and found[1] == pytest.approx(2 * MIB, rel=0.2)
+    assert first_growth([HELD + 2 * GIB * ((step + shift) % interval < 6) for step in range(400)]) is None
+
+
+@pytest.mark.parametrize("interval", [40, 50, 60])
+def test_what_is_given_back_is_none(interval: int) -> None:
+    """Python frees what it finds to be garbage in intervals."""
+    assert first_growth([HELD + 2 * MIB * (step % interval) for step in range(400)]) is None
+
+
+def test_a_small_share_of_what_a_process_holds_is_none() -> None:
+    held = 64 * GIB
+    just_below, just_above = (int(share * LEAK_SHARE * held / LEAK_STEPS) for share in (0.95, 1.1))
+    assert first_growth([held + just_below * step for step in range(100)]) is None
+    assert first_growth([held + just_above * step for step in range(100)]) is not None
 
 
 def test_a_leak_that_fills_the_memory_soon_is_reported_soon() -> None:

@@ -21,11 +21,10 @@ MIN_STEPS = 8  # fewer steps are not checked
 DATA_SHARE = 0.2  # of the step
 DATA_SECONDS = 0.005
 COMPILING_STEPS = 4  # steps of the window that compiled; a few new shapes are no fault
-LEAK_STEPS = 32
-CONFIRMED_STEPS = 2 * LEAK_STEPS  # the heap of a process grows by 0.9 MiB in each of some 40 first steps, and then no more
-URGENT_STEPS = 10 * LEAK_STEPS  # memory that lasts for fewer is reported after LEAK_STEPS
-QUARTERS = 4  # of LEAK_STEPS
-# Less growth in LEAK_STEPS steps is no leak.
+LEAK_STEPS = 32  # of a window in which memory grows: two of them are a leak, because a heap may grow in the first steps only
+URGENT_STEPS = 10 * LEAK_STEPS  # memory that lasts for fewer is reported after one window
+QUARTERS = 4  # of a window
+# Less growth in a window is no leak.
 LEAK_BYTES = 16 * MIB
 LEAK_SHARE = 0.005  # of the memory that the process holds
 # Code that libraries keep for a new size: oneDNN's 0.56 MiB for each of the products of a layer, of attention and of the loss.
@@ -53,6 +52,23 @@ class Step(NamedTuple):
     has_new_size: bool = False  # a micro-batch had a size that came in no earlier step; never on a device, which keeps no code
 
 
+class Growth(NamedTuple):
+    """Hold the growth of memory in a window of LEAK_STEPS steps, and the bytes held in its first and its last quarter."""
+
+    last_step: int
+    bytes_per_step: float
+    first_level: float
+    last_level: float
+
+    def is_after(self, other: Growth) -> bool:
+        """Return whether this window has no step of the other one."""
+        return self.last_step >= other.last_step + LEAK_STEPS
+
+    def gave_back(self, other: Growth) -> bool:
+        """Return whether at least half of what grew in the other window was given back before this one."""
+        return self.first_level < (other.first_level + other.last_level) / 2
+
+
 class Signs:
     """Watch the steps of a run. ``data_fix``: what a user should do if the run waits for data."""
 
@@ -61,8 +77,10 @@ class Signs:
         self._newest: deque[Step] = deque(
             maxlen=WINDOW + 1
         )  # including the first steps, because torch stops compiling after eight graphs
-        self._steps: deque[Step] = deque(maxlen=CONFIRMED_STEPS)
+        self._steps: deque[Step] = deque(maxlen=LEAK_STEPS)
         self._count = 0
+        self._first_growth: Growth | None = None  # of which nothing was given back since
+        self._newest_growth: Growth | None = None  # in the newest steps
         self._reported: set[str] = set()
 
     def add(self, step: Step) -> list[Finding]:
@@ -73,6 +91,7 @@ class Signs:
             self._steps.append(step)
         if self._count % CHECK_INTERVAL:
             return []
+        self._note_growth()
         findings = [self._data(), self._recompiles()]
         return [finding for finding in findings if finding is not None]
 
@@ -115,33 +134,44 @@ class Signs:
     def growth(self, free: Callable[[], float | None]) -> float | None:
         """Return the bytes by which memory grows in each step, or None if it does not grow steadily or is not known yet.
 
-        ``free`` returns the free bytes, or None if they are unknown. Growth must last for CONFIRMED_STEPS. LEAK_STEPS are enough
-        if memory would be full after URGENT_STEPS.
+        ``free`` returns the free bytes, or None if they are unknown. Memory must grow in two windows of LEAK_STEPS steps, which
+        need not be adjacent: a checkpoint that is written meanwhile takes memory for some steps. One window is enough if memory
+        would be full after URGENT_STEPS.
         """
-        if len(self._steps) < LEAK_STEPS or self._count % CHECK_INTERVAL:
+        newest, first = self._newest_growth, self._first_growth
+        if newest is None or first is None or self._count % CHECK_INTERVAL:
             return None
-        growth = self._growth_of(LEAK_STEPS)
-        if growth is None:
-            return None
+        if newest.is_after(first):
+            return newest.bytes_per_step
         free_bytes = free()
-        if free_bytes is not None and free_bytes < URGENT_STEPS * growth:
-            return growth
-        return self._growth_of(CONFIRMED_STEPS) if len(self._steps) == CONFIRMED_STEPS else None
+        is_urgent = free_bytes is not None and free_bytes < URGENT_STEPS * newest.bytes_per_step
+        return newest.bytes_per_step if is_urgent else None
 
-    def _growth_of(self, number: int) -> float | None:
-        """Return the bytes by which memory grew in each of the newest steps, or None if it did not grow steadily in them.
+    def _note_growth(self) -> None:
+        """Note whether memory grew in the newest steps. Forget earlier growth that was given back."""
+        self._newest_growth = self._growth_of_window() if len(self._steps) == LEAK_STEPS else None
+        newest, first = self._newest_growth, self._first_growth
+        if newest is not None and (first is None or (newest.is_after(first) and newest.gave_back(first))):
+            self._first_growth = newest
+
+    def _growth_of_window(self) -> Growth | None:
+        """Return how memory grew in the newest LEAK_STEPS steps, or None if it did not grow steadily in them.
 
         A single jump, such as an evaluation causes, is no leak. What a step with a new size adds is none either: libraries keep
         the code that they make for a size.
         """
-        held_bytes = _without_new_sizes(list(self._steps)[-number:])
-        quarter = LEAK_STEPS // QUARTERS
-        levels = [statistics.median(held_bytes[start : start + quarter]) for start in range(0, number, quarter)]
+        levels = _medians_of_quarters(_without_new_sizes(list(self._steps)))
         rises = [later - earlier for earlier, later in zip(levels, levels[1:], strict=False)]
         mean = sum(rises) / len(rises)
-        if QUARTERS * mean < max(LEAK_BYTES, LEAK_SHARE * held_bytes[-1]) or min(rises) < 0.5 * mean:
+        if QUARTERS * mean < max(LEAK_BYTES, LEAK_SHARE * self._steps[-1].held) or min(rises) < 0.5 * mean:
             return None
-        return mean / quarter
+        held = _medians_of_quarters([step.held for step in self._steps])
+        return Growth(self._count, mean * QUARTERS / LEAK_STEPS, held[0], held[-1])
+
+
+def _medians_of_quarters(held_bytes: list[int]) -> list[float]:
+    quarter = LEAK_STEPS // QUARTERS
+    return [statistics.median(held_bytes[start : start + quarter]) for start in range(0, LEAK_STEPS, quarter)]
 
 
 def _without_new_sizes(steps: list[Step]) -> list[int]:

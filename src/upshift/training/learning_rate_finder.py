@@ -110,8 +110,9 @@ def check_finder(*, is_launched: bool) -> None:
     """Raise RequestError if learning rates cannot be tried for this run."""
     if is_launched:
         raise RequestError(
-            "--find-learning-rate starts its own processes, and a launcher started these; run it once without the launcher, for "
-            "example with --max-steps 1 and another -o, and then give the --learning-rate that it prints"
+            "--find-learning-rate trains a copy of the model before the ranks start, and a launcher has started them; run it "
+            "once without the launcher, for example with --max-steps 1 and another -o, and then give the --learning-rate that it "
+            "prints"
         )
 
 

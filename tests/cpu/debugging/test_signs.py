@@ -15,8 +15,9 @@ from command import Command
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import upshift
-from upshift.debugging.step_faults import CHECK_INTERVAL, CONFIRMED_STEPS, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
-from upshift.training.loop.monitor import ATTRIBUTED_STEPS
+from upshift.debugging.step_faults import CHECK_INTERVAL, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
+from upshift.training.loop.monitor import ATTRIBUTED_STEPS, RunMonitor
+from upshift.units import GIB, MIB
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -94,7 +95,7 @@ def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Com
 
 def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command) -> None:
     callback = KeepsTensors()
-    run(tmp_path, steps=SETTLING + CONFIRMED_STEPS + ATTRIBUTED_STEPS + 2 * CHECK_INTERVAL, rows=Rows(256), callbacks=(callback,))
+    run(tmp_path, steps=SETTLING + 2 * LEAK_STEPS + ATTRIBUTED_STEPS + 2 * CHECK_INTERVAL, rows=Rows(256), callbacks=(callback,))
     findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
     assert "memory leak in KeepsTensors" in findings, findings
     assert "loss.item()" in findings["memory leak in KeepsTensors"]["fix"]
@@ -102,6 +103,23 @@ def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command
 
 
 def test_a_run_without_faults_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, steps=SETTLING + CONFIRMED_STEPS + 4, rows=Rows(256))
+    run(tmp_path, steps=SETTLING + 2 * LEAK_STEPS + 4, rows=Rows(256))
     told = capfd.readouterr().err
     assert "memory leak" not in told and "recompiles" not in told
+
+
+@pytest.mark.parametrize(("unused", "is_urgent"), [(0, True), (40 * GIB, False)])
+def test_what_torch_holds_and_no_tensor_has_is_free(
+    unused: int, is_urgent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One window of growth is enough where the memory of a GPU would be full soon."""
+    held = GIB
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held + unused)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    found: list[Any] = []
+    monitor = RunMonitor(tmp_path, rank=0, device="cuda", data_fix="", on_finding=found.append)
+    for _ in range(SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + CHECK_INTERVAL):
+        monitor.begin_step()
+        held += 16 * MIB
+    assert bool(found) == is_urgent

@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from chat_models import write_jsonl
 from detectors import save_detector
 from image_models import COLORS, save_chat_model
 from segmenters import SEMANTIC, make_pictures, save_segmenter, write_masks
+from speech_models import save_speech_model, spoken_rows
 from text_models import named, save_text_model
 from warm_processes import WarmProcesses
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("PIL") is None, reason="pillow is not 
 STEPS = 3
 RATE = 1e-3
 ROWS = 4
+UNEVEN = (5, 7)  # held-out rows, of which two ranks take two each at once
 HELPER = Path(__file__).parents[1] / "helpers" / "task_ranks.py"
 TIMEOUT_SECONDS = 240
 
@@ -47,13 +50,32 @@ def parts_case(folder: Path) -> list[str]:
     return [str(finder), str(write_masks(folder / "parts", label_images))]
 
 
-def detection_case(folder: Path) -> list[str]:
-    """A detector, and images that have two boxes each."""
-    make_pictures(folder / "boxes", *[(40, 36)] * 4)
+def detection_cases(folder: Path) -> list[list[str]]:
+    """Write a detector, and images with two boxes each. In the last batch, one rank has one row of its own, or none."""
+    make_pictures(folder / "boxes", *[(40, 36)] * max(UNEVEN))
     boxes = {"bbox": [[1, 2, 10, 12], [20, 4, 9, 30]], "category": ["cat", "dog"]}
-    file = folder / "boxes" / "rows.jsonl"
-    file.write_text("\n".join(json.dumps({"image": f"{number}.png", "objects": boxes}) for number in range(4)))
-    return [str(save_detector(folder / "yolos", "yolos", "cat", "dog")), str(file)]
+    files = {number: folder / "boxes" / f"{number}.jsonl" for number in (ROWS, *UNEVEN)}
+    for number, file in files.items():
+        write_jsonl(file, [{"image": f"{index}.png", "objects": boxes} for index in range(number)])
+    detector = save_detector(folder / "yolos", "yolos", "cat", "dog")
+    return [[str(detector), str(files[ROWS]), str(files[number])] for number in UNEVEN]
+
+
+def row_cases(folder: Path) -> list[list[str]]:
+    """Write models whose loss is a mean over rows: one that answers questions, and one that recognizes speech."""
+    context = "bob lives in rome and paris"
+    rows = [
+        {"question": "where is bob", "context": context, "answers": {"text": [text], "answer_start": [context.index(text)]}}
+        for text in ("rome", "paris", "bob", "lives", "rome", "and", "in")
+    ]
+    cases = []
+    asker = save_text_model(folder / "asker", "BertForQuestionAnswering")
+    cases += [[str(asker), str(write_jsonl(folder / "asked.jsonl", rows[:ROWS]))] for _ in UNEVEN]
+    for case, number in zip(cases, UNEVEN, strict=True):
+        case.append(str(write_jsonl(folder / f"asked-{number}.jsonl", rows[:number])))
+    spoken = [spoken_rows(folder / f"spoken-{number}", number) for number in (ROWS, min(UNEVEN))]
+    cases.append([str(save_speech_model(folder / "speech", ctc_loss_reduction="mean")), *map(str, spoken)])
+    return cases
 
 
 def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_processes: WarmProcesses) -> None:
@@ -82,7 +104,8 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, warm_processes
         "\n".join(json.dumps({"tokens": ["who", "is"], "tags": [*tags]}) for tags in ("AB", "BB", "AA", "BA", "AB"))
     )
     cases[0].append(str(held_out))
-    cases.append(detection_case(tmp_path))
+    cases += detection_cases(tmp_path)
+    cases += row_cases(tmp_path)
     cases.append(parts_case(tmp_path))
     if "tipsv2" in SEMANTIC:
         cases.append(pixels_case(tmp_path))

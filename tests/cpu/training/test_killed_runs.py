@@ -3,6 +3,7 @@
 # ruff: noqa: F811  fixtures of another file
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,19 +14,23 @@ from typing import Any
 
 import pytest
 from chat_models import write_jsonl
+from segmenters import make_pictures, save_segmenter, write_masks
 from snapshots import snapshots
 from test_train import a_job, a_plan, home, prepared  # noqa: F401  fixtures
 from text_models import named, save_text_model
 
 import upshift
 from upshift.errors import Interrupted, RequestError
+from upshift.models.source import find_model
 from upshift.record import Record
 from upshift.training.checkpoint.checkpoint import check_output_directory
+from upshift.training.checkpoint.directory import TASK_RUN_NAME
 from upshift.training.data.data_options import DataOptions
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import Evaluated
 from upshift.training.run import Watcher, train
 from upshift.training.tasks.contents import digest_of
+from upshift.training.tasks.prepare import find_task_model, prepare_task
 from upshift.training.tasks.rows import read_task_rows
 
 CHECKPOINTS = "trainer-checkpoints"
@@ -204,6 +209,93 @@ def test_a_changed_image_or_sound_is_found(change: str, suffix: str, tmp_path: P
     assert digests(tmp_path / "data") != before
     write_jsonl(tables[0], [{"file": {"path": f"cat/1{suffix}"}}])
     assert digests(tables[0]) != table
+
+
+VALUES: tuple[Any, ...] = (
+    [1, 11], [11, 1], [111], [1, 1, 1], [[1], 11], [[1, 11]], ["1", 11], ["1, 11"], {"1": 11}, {"a": 1}, {"a": [1]}, None, True,
+    1, 1.0, "1", "", [], {},
+)  # fmt: skip
+
+
+def test_rows_with_other_values_have_other_digests(tmp_path: Path) -> None:
+    found = {digests(write_jsonl(tmp_path / "rows.jsonl", [{"x": value, "y": [1]}])) for value in VALUES}
+    found |= {digests(write_jsonl(tmp_path / "rows.jsonl", [{"x": value}, {"x": [1]}])) for value in VALUES}
+    assert len(found) == 2 * len(VALUES)
+
+
+def test_the_order_of_columns_does_not_count(tmp_path: Path) -> None:
+    sorted_row = {"a": {"p": 1, "q": [2, {"x": 1, "y": 2}]}, "b": 3}
+    other_order = {"b": 3, "a": {"q": [2, {"y": 2, "x": 1}], "p": 1}}
+    one, other = (digests(write_jsonl(tmp_path / "rows.jsonl", [row])) for row in (sorted_row, other_order))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": "1.jfif"},
+        {"audio": "1.opus"},
+        {"image": {"bytes": None, "path": "1"}},
+        {"images": ["other.png", "1.heic"]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "file://1.avif"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "1.jxl"}}]}]},
+    ],
+    ids=str,
+)
+def test_a_file_of_any_suffix_counts_in_a_column_of_files(row: dict[str, Any], tmp_path: Path) -> None:
+    name = next(name for name in ("1.jfif", "1.opus", "1.heic", "1.avif", "1.jxl", "1") if f"{name}'" in str(row))
+    (tmp_path / name).write_bytes(b"a file")
+    table = write_jsonl(tmp_path / "rows.jsonl", [row])
+    before = digests(table)
+    change_bytes(tmp_path / name)
+    assert digests(table) != before
+
+
+def test_names_of_classes_beside_label_images_are_of_the_data(tmp_path: Path) -> None:
+    """Files are read for it only where it is asked for."""
+    pytest.importorskip("PIL")
+    model = find_model(save_segmenter(tmp_path / "model", "segformer", "sky", "road"))
+    data = write_masks(tmp_path / "data", make_pictures(tmp_path / "data", *[(32, 32)] * 3, classes=2))
+    options = DataOptions(eval_size=1)
+    identities = []
+    for names in (["sky", "road"], ["road", "sky"]):
+        (tmp_path / "data" / "id2label.json").write_text(json.dumps(dict(enumerate(names))))
+        task = find_task_model(model, str(data), options)
+        assert task is not None
+        steps: list[tuple[int, int]] = []
+        prepared = prepare_task(model, task, str(data), options, identifying=lambda *step: steps.append(step))  # noqa: B023
+        assert steps == [(1, 3), (2, 3), (3, 3)]
+        identities.append(prepared.data_identity)
+        assert not prepare_task(model, task, str(data), options).data_identity
+    assert identities[0]["rows"] != identities[1]["rows"] and identities[0]["labels"] == identities[1]["labels"]
+
+
+def test_a_run_file_of_the_version_before_names_its_data(
+    labelled: Path, killed: tuple[Path, Record, bytes], tmp_path: Path
+) -> None:
+    """It has paths, and no digests of rows."""
+    output = tmp_path / "out"
+    shutil.copytree(killed[0] / "copies" / "between two checkpoints", output)
+    file = output / TASK_RUN_NAME
+    run = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("rows", "held_out_rows", "labels")}
+    for other in ({"data": str(tmp_path)}, {"data": str((labelled / "rows").resolve()), "eval_data": str(tmp_path)}):
+        file.write_text(json.dumps({**run, "eval_data": None, **other}))
+        with pytest.raises(RequestError, match=f"differs from the run in .* which has [a-z_]*={tmp_path}"):
+            run_task(labelled, output, resume=True)
+    file.write_text(json.dumps({**run, "data": str((labelled / "rows").resolve()), "eval_data": None}))
+    assert run_task(labelled, output, resume=True).details["loss_curve"] == killed[1].details["loss_curve"]
+
+
+@pytest.mark.parametrize(("content", "words"), [("{}", "has no learning rate"), ("[]", "is not the file of a run")])
+def test_a_run_file_without_a_learning_rate_is_refused(
+    content: str, words: str, labelled: Path, killed: tuple[Path, Record, bytes], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(killed[0] / "copies" / "between two checkpoints", output)
+    (output / TASK_RUN_NAME).write_text(content)
+    arguments = {name: value for name, value in OF_TASK.items() if name != "learning_rate"}
+    with pytest.raises(RequestError, match=words):
+        run_task(labelled, output, resume=True, find_learning_rate=True, arguments=arguments)
 
 
 def digests(data: Path) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,10 @@ from upshift.training.learning_rate_finder import (
     pick_rate,
     rows_of_test,
 )
+from upshift.training.loop.events import StepDone
 from upshift.training.optimizers.schedule import learning_rate_factor
 from upshift.training.run import Watcher, run_training
+from upshift.training.tasks.run import load_task_model
 
 RATES = np.geomspace(FIRST_RATE, LAST_RATE, 71)  # ten a decade
 
@@ -123,7 +126,7 @@ def test_what_cannot_be_found_is_refused_by_name() -> None:
             TrainRequest.of({"model": "m", "data": "d", "find_learning_rate": True}, {"learning_rate": rate})
     with pytest.raises(RequestError, match="range_test_from is not an argument of a run"):
         TrainRequest.of({"model": "m", "data": "d"}, {"range_test_from": 1e-7})
-    with pytest.raises(RequestError, match="a launcher started these; run it once without"):
+    with pytest.raises(RequestError, match="a launcher has started them; run it once without"):
         check_finder(is_launched=True)
 
 
@@ -140,12 +143,27 @@ def labels_of_texts(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("make", [labels_of_pixels, labels_of_texts])
-def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(make: Any, tmp_path: Path) -> None:
+def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, rows = make(tmp_path)
     found: list[FoundRate] = []
+    rates: list[float] = []
+    models: list[Any] = []
+
+    def load_alone(*arguments: Any) -> Any:
+        """Load a model, before which no earlier one is in memory."""
+        assert not [earlier for earlier in models if earlier() is not None]
+        loaded = load_task_model(*arguments)
+        models.append(weakref.ref(loaded))
+        return loaded
+
+    def note_rate(event: Any) -> None:
+        if isinstance(event, StepDone):
+            rates.append(event.learning_rate)
 
     def trained_task(output: str, arguments: dict[str, Any], **options: Any) -> Record:
-        watcher = Watcher(found_rate=found.append)
+        watcher = Watcher(found_rate=found.append, event=note_rate)
         record = upshift.train(
             str(model), str(rows), output=tmp_path / output, arguments=arguments, global_batch=2, eval_size=2, trial_seconds=0,
             watcher=watcher, **options,
@@ -154,15 +172,23 @@ def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(make: Any, tmp_
         return record
 
     short = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "load_best": True}
-    record = trained_task("found", short, find_learning_rate=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("upshift.training.tasks.run.load_task_model", load_alone)
+        record = trained_task("found", short, find_learning_rate=True)
+    assert len(models) == 2
+    told = capfd.readouterr().err
+    assert told.count("your own settings run") == (make is labels_of_pixels)  # which has no plan; the search tells nothing
     (answer,) = found
     assert record.details["arguments"]["learning_rate"] == answer.learning_rate
     assert len(answer.rates) == len(answer.losses) <= FEWEST_STEPS and answer.rates[0] == pytest.approx(FIRST_RATE)
     assert min(answer.losses) < answer.losses[0] == pytest.approx(curve(record)[0][1], rel=1e-5)
     by_hand = trained_task("given", short | {"learning_rate": answer.learning_rate})
     assert curve(record) == curve(by_hand) and record.details["evaluations"] == by_hand.details["evaluations"]
-    resumed = trained_task("found", short | {"max_steps": 5}, find_learning_rate=True, resume=True)
-    assert len(found) == 1 and curve(resumed)[:4] == curve(record)
+    rates.clear()
+    resumed = trained_task("found", short | {"max_steps": 6}, find_learning_rate=True, resume=True)
+    given_again = trained_task("given", short | {"max_steps": 6, "learning_rate": answer.learning_rate}, resume=True)
+    assert len(found) == 1 and len(rates) == 4 and rates[:2] == rates[2:] and rates[1] > 0  # of steps 5 and 6
+    assert curve(resumed) == curve(given_again) and len(curve(resumed)) == 6
     assert resumed.details["arguments"]["learning_rate"] == answer.learning_rate
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import wave
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import transformers
 from command import Command
 from plain_loop import plain_losses
+from speech_models import make_sounds, save_wav2vec2
 from task_runs import RATE, STEPS, train, write_rows
 
 from upshift.errors import RequestError
@@ -131,20 +130,6 @@ def test_options_of_texts_are_refused(tmp_path: Path, upshift: Command) -> None:
         assert "image-classification" in answer.err
 
 
-def make_sounds(folder: Path) -> list[Path]:
-    folder.mkdir()
-    files = []
-    for number, seconds in enumerate((0.5, 0.8)):
-        samples = np.sin(np.arange(int(seconds * 16_000)) * 0.05 * (number + 1)) * 20_000
-        files.append(folder / f"{number}.wav")
-        with wave.open(str(files[-1]), "wb") as sound:
-            sound.setnchannels(1)
-            sound.setsampwidth(2)
-            sound.setframerate(16_000)
-            sound.writeframes(samples.astype("<i2").tobytes())
-    return files
-
-
 def samples_of(file: Path) -> np.ndarray:
     return (np.frombuffer(file.read_bytes()[44:], "<i2") / 2**15).astype(np.float32)
 
@@ -163,19 +148,6 @@ def save_whisper(folder: Path) -> tuple[Any, Any, Any]:
     config = transformers.WhisperConfig(**sizes, **ids, vocab_size=len(tokenizer), decoder_start_token_id=5)
     model = transformers.WhisperForConditionalGeneration(config)
     return model, tokenizer, transformers.WhisperFeatureExtractor()
-
-
-def save_wav2vec2(folder: Path) -> tuple[Any, Any, Any]:
-    names = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz"]
-    folder.mkdir()
-    (folder / "vocab.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
-    tokenizer = transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
-    no_chance = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout", "layerdrop")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8,) * 7}
-    places = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": len(names), "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = transformers.Wav2Vec2Config(**sizes, **places, **dict.fromkeys(no_chance, 0.0), mask_time_prob=0.0)
-    return transformers.Wav2Vec2ForCTC(config), tokenizer, transformers.Wav2Vec2FeatureExtractor()
 
 
 @pytest.mark.parametrize("make", [save_whisper, save_wav2vec2])

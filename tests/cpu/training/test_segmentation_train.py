@@ -17,6 +17,7 @@ from segmenters import OF_PARTS, SEMANTIC, make_pictures, save_segmenter, write_
 from task_runs import RATE, STEPS, losses_of, run
 
 from upshift.errors import RequestError
+from upshift.training.data.corpus import rows_of_files
 from upshift.training.data.data_options import DataOptions
 from upshift.training.tasks.images.folders import has_pairs, paired_folder
 from upshift.training.tasks.rows import read_task_rows
@@ -230,6 +231,37 @@ def test_a_table_without_label_images_beside_folders_is_not_read(
     assert has_pairs(folder)
     assert read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training == read
     assert f"{place} names no label images, and is not read" in caplog.text
+
+
+def test_a_table_with_another_label_beside_label_images_is_read(tmp_path: Path) -> None:
+    folder = in_folders(tmp_path, make_pictures(tmp_path, *SIZES))
+    lines = [f"images/{number}.png,masks/{number}.png,street\n" for number in range(2)]
+    (folder / "train" / "metadata.csv").write_text("image,mask,label\n" + "".join(lines))
+    assert not has_pairs(folder)
+    assert len(read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training) == 2
+
+
+def test_files_without_rows_beside_folders_are_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of each image, as LabelMe writes it, is not opened: there may be thousands."""
+    folder = in_folders(tmp_path, make_pictures(tmp_path, *SIZES))
+    (folder / "classes.json").write_text(json.dumps(["sky", "road"]))
+    for number in range(len(SIZES)):
+        (folder / "train" / "images" / f"{number}.json").write_text(json.dumps({"shapes": [], "imagePath": f"{number}.png"}))
+    opened: list[str] = []
+
+    def read(files: tuple[Path, ...], *others: Any) -> Any:
+        opened.extend(file.name for file in files)
+        return rows_of_files(files, *others)
+
+    monkeypatch.setattr("upshift.training.tasks.images.folders.rows_of_files", read)
+    assert has_pairs(folder) and opened == ["classes.json"]
+    assert len(read_task_rows(str(folder), DataOptions(eval_size=0), read_folder=paired_folder).training) == len(SIZES)
+
+
+def test_a_broken_table_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
+    folder = in_folders(tmp_path, make_pictures(tmp_path, *SIZES))
+    (folder / "train" / "metadata.jsonl").write_text('{"image": "images/0.png", "mask": ')
+    assert not has_pairs(folder)
 
 
 def test_a_table_of_parts_beside_folders_is_not_passed_over(tmp_path: Path) -> None:

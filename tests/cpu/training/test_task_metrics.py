@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 from command import Command
+from speech_models import make_sounds, save_wav2vec2
 from task_runs import write_rows
 from test_detection_train import BOXES, make_rows, objects, save_detector
-from test_media_labels import make_sounds, samples_of, save_wav2vec2, save_whisper
+from test_media_labels import samples_of, save_whisper
 from text_models import named, save_text_model
 from transformers import AutoTokenizer
 

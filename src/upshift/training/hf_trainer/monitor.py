@@ -154,7 +154,7 @@ def plan_lines(choice: Choice) -> list[str]:
     if choice.is_given:
         return [f"plan: {choice.plan.label()}", f"  {choice.reason}"]
     if choice.planning is None or choice.candidate is None:
-        return [f"your own settings run: {choice.reason}"]
+        return [f"your own settings run: {choice.reason}"] if choice.reason else []
     planning = choice.planning
     candidate = choice.candidate
     plain = choice.proof.default.best.tokens_per_second if choice.proof else planning.default.tokens_per_second

@@ -137,7 +137,11 @@ class RunMonitor:
                 self._report(leak_finding(self._growth, grew=growth_per_step, free=self._free_bytes()))
 
     def _free_bytes(self) -> float | None:
-        return torch.cuda.mem_get_info()[0] if self._on_device else free_memory_bytes()
+        """Return the bytes that the run may still use. On a device, those are free that torch holds and no tensor has."""
+        if not self._on_device:
+            return free_memory_bytes()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + unused
 
     def _report(self, finding: Finding) -> None:
         self._findings.append(finding)

@@ -34,6 +34,7 @@ from upshift.training.tasks.rows import (
     TaskData,
     TaskInputs,
     TaskRow,
+    hold_out_learned,
     is_given,
     join_places,
     load_processor,
@@ -198,6 +199,7 @@ def prepare_chats(inputs: TaskInputs) -> TaskData:
     num_long = len(read) + len(held_out) - len(training) - len(evaluation)
     if num_long:
         say_once(f"{rows.origin}: {num_long} rows longer than {sequence_length} tokens are left out")
+    training, evaluation = hold_out_learned(rows, (training, evaluation))
     if not training:
         raise RequestError(f"{rows.origin}: all rows are longer than {sequence_length} tokens; give a longer --sequence-length")
     of_each_kind = [

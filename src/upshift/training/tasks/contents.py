@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from upshift.training.tasks.rows import TaskRow
 
 DATA_URL = "data:"
 SHOWN_CHARACTERS = 80
+MEDIA_COLUMNS = {"image", "images", "image_url", "pixel_values", "audio", "file_name", "path", "url"}  # also of structs
 FIRST_BYTES = 4096  # of a file, which are compared beside its size: a sound of equal length has an equal size
 
 
@@ -80,8 +81,8 @@ def _entries_of(columns: Mapping[str, Any], column: str, place: str) -> list[dic
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a table, with a list in place of an array."""
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    """Return a value of a table, with a list in place of an array, and a number of Python in place of one of NumPy."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def image_of(value: Any, row: TaskRow) -> RowImage:
@@ -124,43 +125,51 @@ def _content_of(value: Any, row: TaskRow, name: str) -> str | bytes:
     return str(row.folder / value.removeprefix("file://"))
 
 
-def digest_of(rows: Sequence[TaskRow], class_names: object) -> str:
+def digest_of(rows: Sequence[TaskRow], class_names: object, on_row: Callable[[], None] = lambda: None) -> str:
     """Return the number of rows, and a checksum of their columns, of the files that they name, and of ``class_names``.
 
-    The folder of the data does not count."""
+    Neither the folder of the data counts, nor the order of the columns. ``on_row`` is called after each row."""
     checksum = zlib.crc32(repr(class_names).encode())
     for row in rows:
         checksum = _add(row.fields, row.folder, checksum)
+        on_row()
     return f"{len(rows)} rows {checksum:08x}"
 
 
-def _add(value: Any, folder: Path, checksum: int) -> int:
-    """Return the checksum with a value of a row added. Values of other types and lists of other lengths differ."""
+def _add(value: Any, folder: Path, checksum: int, *, names_file: bool = False) -> int:
+    """Return the checksum with a value of a row added.
+
+    Its type and its length come first, so that other values make other bytes. ``names_file``: it is of a column of files, which
+    may have any suffix."""
     value = plain(decode_json(value))
     if isinstance(value, Mapping):
-        checksum = zlib.crc32(b"{%d" % len(value), checksum)
-        for name, member in value.items():
-            checksum = _add(member, folder, zlib.crc32(repr(name).encode(), checksum))
+        checksum = zlib.crc32(b"{%d;" % len(value), checksum)
+        for name in sorted(value, key=str):
+            checksum = _add_text(repr(name), checksum)
+            checksum = _add(value[name], folder, checksum, names_file=names_file or name in MEDIA_COLUMNS)
         return checksum
     if isinstance(value, list | tuple):
-        checksum = zlib.crc32(b"[%d" % len(value), checksum)
+        checksum = zlib.crc32(b"[%d;" % len(value), checksum)
         for member in value:
-            checksum = _add(member, folder, checksum)
+            checksum = _add(member, folder, checksum, names_file=names_file)
         return checksum
     if isinstance(value, bytes):
-        return zlib.crc32(value, zlib.crc32(b"b%d" % len(value), checksum))
-    checksum = zlib.crc32(repr(value).encode(), checksum)
-    return _add_file(folder / value.removeprefix("file://"), checksum) if _names_media(value) else checksum
+        return zlib.crc32(value, zlib.crc32(b"b%d;" % len(value), checksum))
+    checksum = _add_text(repr(value), checksum)
+    if isinstance(value, str) and (names_file or modality_of(Path(value)) is not None):
+        return _add_file(folder / value.removeprefix("file://"), checksum)
+    return checksum
 
 
-def _names_media(value: Any) -> bool:
-    return isinstance(value, str) and modality_of(Path(value)) in ("image", "audio")
+def _add_text(text: str, checksum: int) -> int:
+    content = text.encode(errors="surrogatepass")
+    return zlib.crc32(content, zlib.crc32(b"v%d;" % len(content), checksum))
 
 
 def _add_file(path: Path, checksum: int) -> int:
-    """Return the checksum with a file added. One that cannot be read adds nothing: who reads it for training says why."""
+    """Return the checksum with a file added. A file that cannot be read adds nothing: the reader of the rows reports it."""
     try:
         with path.open("rb") as file:
-            return zlib.crc32(file.read(FIRST_BYTES), zlib.crc32(b"%d" % path.stat().st_size, checksum))
+            return zlib.crc32(file.read(FIRST_BYTES), zlib.crc32(b"f%d;" % path.stat().st_size, checksum))
     except (OSError, ValueError):
         return checksum

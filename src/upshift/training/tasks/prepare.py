@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -215,8 +216,11 @@ def prepare_task(
     eval_data: str | None = None,
     sequence_length: int | None = None,
     progress: Progress = lambda done, total: None,
+    identifying: Progress | None = None,
 ) -> TaskData:
-    """Return the examples of the data. Raise RequestError for an option of other data, and for a row that cannot be used."""
+    """Return the examples of the data. Raise RequestError for an option of other data, and for a row that cannot be used.
+
+    ``identifying``: find the identity of the data, too, which reads each image and sound, and report the rows that are done."""
     _check_options(options, task.kind, sequence_length)
     if source.directory is None:
         raise RequestError(f"{source.base_reference!r} is a config without a processor beside it; give a model directory")
@@ -233,14 +237,18 @@ def prepare_task(
             progress=progress,
         )
     )
-    return replace(prepared, digests=_digests_of(rows, prepared))
+    return prepared if identifying is None else replace(prepared, data_identity=_identity_of(rows, prepared, identifying))
 
 
-def _digests_of(rows: TaskRows, prepared: TaskData) -> dict[str, str | None]:
-    class_names = sorted(rows.class_names.items())
-    splits = {"rows": rows.training, "held_out_rows": rows.evaluation}
-    digests = {name: digest_of(split, class_names) if split else None for name, split in splits.items()}
-    return {**digests, "labels": None if prepared.new_head is None else ", ".join(prepared.new_head.labels)}
+def _identity_of(rows: TaskRows, prepared: TaskData, progress: Progress) -> dict[str, str | None]:
+    """Return the digests of the rows of both splits, and the labels of a new head."""
+    class_names = sorted(rows.class_names.items()), prepared.class_names
+    total = len(rows.training) + len(rows.evaluation)
+    done = count(1)
+    identity: dict[str, str | None] = {}
+    for name, split in (("rows", rows.training), ("held_out_rows", rows.evaluation)):
+        identity[name] = digest_of(split, class_names, lambda: progress(next(done), total)) if split else None
+    return {**identity, "labels": None if prepared.new_head is None else ", ".join(prepared.new_head.labels)}
 
 
 def _check_options(options: DataOptions, kind: TaskKind, sequence_length: int | None) -> None:

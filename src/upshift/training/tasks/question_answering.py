@@ -6,7 +6,6 @@ A long context becomes several rows that overlap. A row without the answer learn
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +60,9 @@ def prepare_question_answering(inputs: TaskInputs) -> TaskData:
         f"{rows.origin}: question answering, the places of 'answers' in 'context' ({reader.length} tokens a row, {reader.stride} "
         "of which two rows of a context have in common)"
     )
-    training, evaluation = (list(chain.from_iterable(split)) for split in read_splits(rows, reader.read, inputs.progress))
-    questions = [question for row in rows.evaluation if (question := reader.question(row)) is not None]
+    splits = read_splits(rows, lambda row: _with_row(row, reader.read(row)), inputs.progress)
+    training, evaluation = ([example for _, examples in split for example in examples] for split in splits)
+    questions = [question for row, _ in splits[1] if (question := reader.question(row)) is not None]
     new_head = None
     if not inputs.has_head:
         say_once(
@@ -76,9 +76,13 @@ def prepare_question_answering(inputs: TaskInputs) -> TaskData:
         describe=reader.describe,
         new_head=new_head,
         label_inputs=ENDS,
-        loss_is_mean_of="rows",
+        batch_loss="mean over rows",
         metrics=answer_metrics(questions),
     )
+
+
+def _with_row(row: TaskRow, examples: list[TextExample] | None) -> tuple[TaskRow, list[TextExample]] | None:
+    return None if examples is None else (row, examples)
 
 
 class QuestionReader:

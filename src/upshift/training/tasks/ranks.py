@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -73,19 +72,46 @@ def objects_of_all_ranks() -> Iterator[None]:
     that they are as many times too large as there are ranks (transformers 5.23)."""
     from accelerate.utils import reduce
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.") and _uses(module, reduce)]
+    with _replaced(reduce, _sum_of_ranks):
+        yield
+
+
+@contextmanager
+def objects_of_own_rows() -> Iterator[None]:
+    """Let these losses divide by the objects of a rank's own rows while open, so that no rank waits for another one.
+
+    In the last batch of an evaluation, a rank may have fewer rows of its own than the others, or none."""
+    with _replaced(_sum_of_ranks, _times_ranks):
+        yield
+
+
+def _sum_of_ranks(number: torch.Tensor) -> Any:
+    from accelerate.utils import reduce
+
+    return reduce(number, reduction="sum")
+
+
+def _times_ranks(number: torch.Tensor) -> torch.Tensor:
+    """Return a number of objects, by which a loss divides once it has divided it by the number of ranks."""
+    return number * dist.get_world_size()
+
+
+@contextmanager
+def _replaced(function: Any, other: Any) -> Iterator[None]:
+    """Let the modules of transformers that have a function under the name ``reduce`` have another one while open."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.") and _uses(module, function)]
     for module in modules:
-        vars(module)["reduce"] = partial(reduce, reduction="sum")
+        vars(module)["reduce"] = other
     try:
         yield
     finally:
         for module in modules:
-            vars(module)["reduce"] = reduce
+            vars(module)["reduce"] = function
 
 
-def _uses(module: ModuleType | None, reduce: Any) -> bool:
-    """Return whether a module has accelerate's function. Some modules would import others when a name is looked up."""
-    return module is not None and vars(module).get("reduce") is reduce
+def _uses(module: ModuleType | None, function: Any) -> bool:
+    """Return whether a module has the function. Some modules would import others when a name is looked up."""
+    return module is not None and vars(module).get("reduce") is function
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -6,10 +6,12 @@ needs them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -26,6 +28,7 @@ from upshift.training.data.data_files import (
     METADATA_FILES,
     SPLIT_WORDS,
     DataFiles,
+    Kind,
     file_kind,
     find_data_files,
     find_split,
@@ -37,11 +40,12 @@ from upshift.training.data.rows.data_set import read_description
 from upshift.training.data.rows.row_slice import RowSlice, pick_split, read_split
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.tokens import num_held_out
-from upshift.training.tasks.class_names import ClassNames, class_names_of_file, class_names_of_saved
-from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+from upshift.training.tasks.metrics.task_metrics import BatchLoss, TaskMetrics
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows that are read, and all of them
+ClassNames = Mapping[str, tuple[str, ...]]  # the names of a column's numbers, by the column; "objects.category" is in a struct
+FEATURES_KEY = b"huggingface"  # of the metadata of a Parquet or Arrow file, in which datasets names classes
 IMAGE_COLUMNS = ("images", "image")
 IMAGE_PARTS = ("image", "image_url")  # types of a content's parts
 
@@ -54,6 +58,7 @@ class TaskRow(NamedTuple):
     folder: Path
 
 
+HoldOut = Callable[[list[Any]], tuple[list[Any], list[Any]]]  # returns those to train on, and those held out
 FolderRows = tuple[list[TaskRow], list[TaskRow]]  # of the training, and of the evaluation
 
 
@@ -70,6 +75,7 @@ class TaskRows(NamedTuple):
     evaluation: list[TaskRow]
     origin: str
     class_names: ClassNames
+    hold_out: HoldOut | None  # holds rows out that the user did not ask for; None: the user said which, or how many
 
     def values(self, column: str) -> list[Any]:
         """Return the values that the rows of both splits have in a column."""
@@ -122,16 +128,16 @@ def read_task_rows(
             "--eval-size out"
         )
     if held_out:
-        return TaskRows(rows, held_out, data, splits.class_names)
-    number = num_held_out(len(rows), options.eval_size)
-    if are_sorted:
-        rows, held_out = _hold_out_evenly(rows, number)
-    else:
-        rows, held_out = rows[: len(rows) - number], rows[len(rows) - number :]
-    return TaskRows(rows, held_out, data, splits.class_names)
+        return TaskRows(rows, held_out, data, splits.class_names, None)
+    hold_out = partial(_hold_out, size=options.eval_size, are_sorted=are_sorted)
+    return TaskRows(*hold_out(rows), data, splits.class_names, hold_out if options.eval_size is None else None)
 
 
-def _hold_out_evenly(rows: list[TaskRow], number: int) -> tuple[list[TaskRow], list[TaskRow]]:
+def _hold_out(rows: list[Any], *, size: float | None, are_sorted: bool) -> tuple[list[Any], list[Any]]:
+    """Return the rows to train on, and those held out: the last ones, or some that are spread over all."""
+    number = num_held_out(len(rows), size)
+    if not are_sorted:
+        return rows[: len(rows) - number], rows[len(rows) - number :]
     chosen = set(np.linspace(0, len(rows) - 1, num=number + 2).astype(int)[1:-1].tolist())
     kept = [row for number, row in enumerate(rows) if number not in chosen]
     return kept, [row for number, row in enumerate(rows) if number in chosen]
@@ -183,7 +189,7 @@ def _read_splits(data: str, options: DataOptions, read_folder: ReadFolder, *, is
     if is_saved_dataset(path):
         split, evaluation = find_saved_splits(path, wanted, is_evaluation=is_evaluation)
         held_out = iter(()) if evaluation is None else _saved_rows(evaluation, path)
-        return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, class_names_of_saved(split.folder))
+        return _Splits(_select(lambda: _saved_rows(split, path), rows), held_out, _class_names_of_saved(split.folder))
     folder = read_folder(path, wanted, is_evaluation=is_evaluation)
     if folder is not None:
         of_folder = folder[0]
@@ -194,7 +200,7 @@ def _read_splits(data: str, options: DataOptions, read_folder: ReadFolder, *, is
             f"{path} is plain text, and this model is trained on the rows of a table; give JSON, CSV, Parquet or Arrow, or, for "
             "images and sounds, a folder with a folder for each label"
         )
-    names = class_names_of_file(files.training[0], files.kind)
+    names = _class_names_of_file(files.training[0], files.kind)
     return _Splits(_select(lambda: _table_rows(files.training, files), rows), _table_rows(files.evaluation, files), names)
 
 
@@ -211,6 +217,56 @@ def _table_rows(paths: tuple[Path, ...], files: DataFiles) -> Iterator[TaskRow]:
 def _saved_rows(split: SavedSplit, path: Path) -> Iterator[TaskRow]:
     for place, fields in split.rows():
         yield TaskRow(place, fields, path)
+
+
+def _class_names_of_saved(folder: Path) -> ClassNames:
+    """Return the names of the classes of a split that ``save_to_disk`` wrote."""
+    try:
+        features = json.loads((folder / "dataset_info.json").read_bytes()).get("features")
+    except (OSError, ValueError):  # the reader of the rows says what is wrong with the folder
+        return {}
+    return _names_of_features(features)
+
+
+def _class_names_of_file(file: Path, kind: Kind) -> ClassNames:
+    """Return the names of the classes of a table. Only Parquet and Arrow files have some."""
+    if kind not in ("parquet", "arrow"):
+        return {}
+    try:
+        metadata = _schema_of(file, kind).metadata or {}
+        return _names_of_features(json.loads(metadata.get(FEATURES_KEY, b"{}")).get("info", {}).get("features"))
+    except (OSError, ValueError, AttributeError):  # the reader of the rows says what is wrong with the file
+        return {}
+
+
+def _schema_of(file: Path, kind: Kind) -> Any:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        return pyarrow.parquet.read_schema(file)
+    try:
+        return pyarrow.ipc.open_file(str(file)).schema
+    except pyarrow.ArrowInvalid:  # datasets writes a stream
+        return pyarrow.ipc.open_stream(str(file)).schema
+
+
+def _names_of_features(features: Any, column: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the names of the classes in features as ``datasets`` writes them: also of lists, and of structs in lists."""
+    if isinstance(features, list) and features:
+        return _names_of_features(features[0], column)
+    if not isinstance(features, dict):
+        return {}
+    kind = features.get("_type")
+    if kind == "ClassLabel":
+        return {column: tuple(map(str, features.get("names") or ()))}
+    if isinstance(kind, str):
+        return _names_of_features(features.get("feature"), column)
+    names: dict[str, tuple[str, ...]] = {}
+    for name, feature in features.items():
+        names |= _names_of_features(feature, f"{column}.{name}" if column else name)
+    return names
 
 
 def labelled_folder(path: Path, wanted: str | None, *, is_evaluation: bool) -> FolderRows | None:
@@ -306,10 +362,11 @@ class TaskData:
     describe: Callable[[Any], list[tuple[str, bool]]]  # the parts of an example, and whether each is learned
     new_head: NewHead | None = None  # None: the head of the model's files stays
     label_inputs: tuple[str, ...] = ("labels",)  # the inputs of the model with what is learned
-    loss_is_mean_of: Literal["labels", "rows"] = "labels"
+    batch_loss: BatchLoss = "mean over labels"
     ignored_label: int = IGNORED  # the number that the model's loss leaves out, in place of IGNORED
     metrics: TaskMetrics | None = None  # of the evaluation, beside the loss
-    digests: Mapping[str, str | None] = field(default_factory=dict)  # of the rows of both splits, and the labels of a new head
+    class_names: tuple[str, ...] = ()  # those that a file beside the data gives the numbers of its classes
+    data_identity: Mapping[str, str | None] = field(default_factory=dict)  # what a run that resumes must find again
 
 
 class TaskDataParts(TypedDict, total=False):
@@ -320,8 +377,9 @@ class TaskDataParts(TypedDict, total=False):
     describe: Required[Callable[[Any], list[tuple[str, bool]]]]
     new_head: NewHead | None
     label_inputs: tuple[str, ...]
-    loss_is_mean_of: Literal["labels", "rows"]
+    batch_loss: BatchLoss
     ignored_label: int
+    class_names: tuple[str, ...]
     metrics: TaskMetrics | None
 
 
@@ -334,6 +392,20 @@ def make_task_data(splits: tuple[list[Any], list[Any]], *, tries_batch: bool = F
     if tries_batch:
         data.collate(training[:1])
     return data
+
+
+def check_held_out_labels(data: TaskData) -> None:
+    """Raise RequestError if the model gets no label of any held-out row, so that there would be no held-out loss.
+
+    A label image may lose its labels when the processor changes its size."""
+    if data.evaluation is None or data.batch_loss != "mean over labels":
+        return
+    examples = (data.evaluation[number] for number in range(len(data.evaluation)))
+    if not any(bool((data.collate([example])[data.label_inputs[0]] != IGNORED).any()) for example in examples):
+        raise RequestError(
+            "no held-out row has a label in what the model gets of it, so that there is no held-out loss; give other rows with "
+            "--eval-data, or evaluate on none with --eval-size 0"
+        )
 
 
 def load_processor(source: ModelSource, auto_class: str) -> Any:
@@ -369,9 +441,20 @@ def read_splits(rows: TaskRows, read: Callable[[TaskRow], Any | None], progress:
     num_left_out = total - sum(map(len, splits))
     if num_left_out:
         say_once(f"{rows.origin}: {num_left_out} rows are left out, because nothing is learned of them")
-    if not splits[0]:
+    if not splits[0] and not (rows.hold_out and splits[1]):
         raise RequestError(f"{rows.origin} has no row of which something is learned; give at least one")
-    if rows.evaluation and not splits[1]:
+    return hold_out_learned(rows, splits)
+
+
+def hold_out_learned(rows: TaskRows, splits: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+    """Return the examples of both splits. If one has none, hold some of all examples out, unless the user asked for those rows.
+
+    Raise RequestError if nothing is learned of the held-out rows that the user asked for."""
+    if not rows.evaluation or all(splits):
+        return splits
+    if rows.hold_out is not None:
+        return rows.hold_out(splits[0] + splits[1])
+    if not splits[1]:
         raise RequestError(
             f"nothing is learned of any held-out row ({rows.evaluation[0].place} is the first); give others with --eval-data, or "
             "evaluate on none with --eval-size 0"

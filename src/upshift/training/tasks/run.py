@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +29,25 @@ from upshift.loading.output_lock import claimed
 from upshift.models.adapter import adapter_beside_images, base_of, check_names_in, complete_model, name_base, train_head_whole
 from upshift.models.build import build_model, name_padding
 from upshift.models.config import padding_of
-from upshift.models.source import AdapterOptions, ModelSource, fetch_weights, source_of_files
+from upshift.models.source import ModelSource, fetch_weights, source_of_files
 from upshift.record import Numbers, Record, Spread
 from upshift.settings import read_ranks
 from upshift.training.arguments import LOSS, Arguments, TrainRequest
 from upshift.training.batches.sampler import count_steps
-from upshift.training.checkpoint.checkpoint import check_output_directory, newest_checkpoint, save_model
+from upshift.training.checkpoint.checkpoint import check_output_directory, save_model
 from upshift.training.checkpoint.directory import TASK_CHECKPOINTS as CHECKPOINTS
 from upshift.training.checkpoint.directory import TASK_RUN_NAME as RUN_FILE
-from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, finished_run, replace_text, step_of
+from upshift.training.checkpoint.directory import TENSORBOARD_FOLDER, step_of
 from upshift.training.checkpoint.model import read_adapter
 from upshift.training.job.job import check_evaluations
 from upshift.training.job.rendezvous import meet
 from upshift.training.learning_rate_finder import LAST_RATE, FoundRate, RangeTest
 from upshift.training.loop.events import EARLY_STOPPING, Finished, OnEvent, Saved, Started
 from upshift.training.loop.signals import StopRequest
-from upshift.training.loop.state import CHANGEABLE_ARGUMENTS, another_run
+from upshift.training.loop.state import CHANGEABLE_ARGUMENTS
 from upshift.training.tasks.metrics.trainer import (
     MICRO_BATCH_FIELD,
+    NO_PLAN,
     LabelTrainer,
     TaskTrainer,
     UnplannedLabelTrainer,
@@ -55,7 +56,8 @@ from upshift.training.tasks.metrics.trainer import (
 from upshift.training.tasks.prepare import TaskKind, TaskModel, prepare_task, refuse_given
 from upshift.training.tasks.progress import EVALUATED_LOSS, EarlyStopping, RisingRate, RunEvents, measured_numbers
 from upshift.training.tasks.ranks import joined, telling_others, wait_for_rank_0
-from upshift.training.tasks.rows import TaskData
+from upshift.training.tasks.rows import TaskData, check_held_out_labels
+from upshift.training.tasks.run_file import check_same_data, checkpoint_to_resume, found_rate_of, write_run_file
 from upshift.units import FLOP_CONVENTION
 
 OWN_FILES = (CHECKPOINTS, RUN_FILE, f"{RUN_FILE}.tmp", TENSORBOARD_FOLDER)
@@ -102,14 +104,6 @@ def run_task(request: TrainRequest, task: TaskModel, watcher: TaskWatcher) -> Re
     return None
 
 
-def _named_difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """Return the name of what differs in two runs, and both values: of a group of fields, the first field that differs."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return name, old, new
-    field = next(field for field in (*new, *old) if old.get(field) != new.get(field))
-    return field, old.get(field), new.get(field)
-
-
 @dataclass(frozen=True)
 class Settings:
     """Hold what the user fixes of a run: the rows that are computed at once, and other fields of the plan."""
@@ -150,8 +144,8 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         )
     identity = _identity(request, source, task.kind)
     if request.find_learning_rate and request.resume:
-        identity["arguments"] |= _rate_of_run(output)
-    checkpoint = _checkpoint_to_resume(output, identity) if request.resume else None
+        identity["arguments"] |= found_rate_of(output)
+    checkpoint = checkpoint_to_resume(output, identity, _paths_of(request)) if request.resume else None
     if watcher is not None:
         watcher.checked()
     _check_weights(source, from_config=request.from_config)
@@ -163,13 +157,15 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         eval_data=request.eval_data,
         sequence_length=request.sequence_length,
         progress=(lambda done, total: None) if watcher is None else watcher.reading,
+        identifying=None if watcher is None else watcher.reading,
     )
     if checkpoint is not None:
-        _check_same_rows(request, data.digests)
-    identity |= data.digests
+        check_same_data(output, data.data_identity, _paths_of(request))
+    identity |= data.data_identity
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=request.global_batch)
     arguments = request.arguments_for(steps).changed(learning_rate=identity["arguments"]["learning_rate"])
     check_arguments(arguments, data, request, task.kind)
+    check_held_out_labels(data)
     if request.find_learning_rate and checkpoint is None and watcher is not None:
         found = _find_rate(request, task, settings, data, arguments, watcher.finding_rate)
         watcher.found_rate(found)
@@ -177,16 +173,8 @@ def _prepare(request: TrainRequest, task: TaskModel, watcher: TaskWatcher | None
         identity["arguments"]["learning_rate"] = found.learning_rate
     model = load_task_model(source, task, data, request)
     if watcher is not None:
-        _write_run_file(output, identity, finished=False)
+        write_run_file(output, identity, finished=False)
     return PreparedTask(settings, data, model, arguments, checkpoint, identity)
-
-
-def _rate_of_run(output: Path) -> dict[str, float]:
-    """Return the learning rate that was found before the first checkpoint of the run in a folder, or nothing without one."""
-    path = output / RUN_FILE
-    if newest_checkpoint(output / CHECKPOINTS) is None or not path.is_file():
-        return {}
-    return {"learning_rate": read_run_file(path)["arguments"]["learning_rate"]}
 
 
 def _find_rate(
@@ -223,6 +211,8 @@ def _find_rate(
         except JobFailed:
             if not test.has_risen:
                 raise  # the rate was not too high yet: another fault ended it
+        del trainer  # with the copy and the states of its optimizer, before the model of the run is loaded
+    gc.collect()
     return test.found()
 
 
@@ -329,7 +319,7 @@ def _with_new_head(stored: ModelSource, task: TaskModel, dtype: torch.dtype) -> 
 
 
 def _identity(request: TrainRequest, source: ModelSource, kind: TaskKind) -> dict[str, Any]:
-    """Return what a run that resumes must have in common with the run before."""
+    """Return what a run that resumes must have in common with the run before, beside its data."""
     return {
         "adapter": request.as_adapter_options.model_dump(mode="json"),
         "model": source.model_hash,
@@ -340,55 +330,9 @@ def _identity(request: TrainRequest, source: ModelSource, kind: TaskKind) -> dic
     }
 
 
-def _write_run_file(output: Path, identity: dict[str, Any], *, finished: bool) -> None:
-    replace_text(output / RUN_FILE, json.dumps({**identity, "finished": finished}, indent=1))
-
-
-def read_run_file(path: Path) -> dict[str, Any]:
-    """Return what the file of a run has. Raise RequestError if it cannot be read."""
-    try:
-        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read ({str(error)[:80]}); start anew with --overwrite") from None
-    return run
-
-
-def _checkpoint_to_resume(output: Path, identity: dict[str, Any]) -> str | None:
-    """Return the newest whole checkpoint, or None if the run ended before its first one, so that it begins again.
-
-    Raise RequestError if the checkpoint is of another run, or if the run is finished and has none.
-    """
-    checkpoint = newest_checkpoint(output / CHECKPOINTS)
-    path = output / RUN_FILE
-    if checkpoint is None and not path.is_file():
-        return None
-    earlier = read_run_file(path)
-    if checkpoint is None:
-        if earlier.get("finished", True):
-            raise finished_run(output)
-        return None
-    if "adapter" in earlier:
-        AdapterOptions.model_validate(identity["adapter"]).check_same(AdapterOptions.model_validate(earlier["adapter"]), output)
-    missing = identity["arguments"].keys() - earlier.get("arguments", {}).keys()  # the program of the run had no such options
-    earlier["arguments"] = earlier.get("arguments", {}) | {name: Arguments.model_fields[name].default for name in missing}
-    for name, value in identity.items():
-        if name != "adapter" and name in earlier and earlier[name] != value:
-            raise another_run(output, *_named_difference(name, earlier[name], value))
-    return str(checkpoint)
-
-
-def _check_same_rows(request: TrainRequest, digests: Mapping[str, str | None]) -> None:
-    """Raise RequestError if a run that resumes had other rows, labels, images or sounds."""
-    earlier = read_run_file(request.output / RUN_FILE)
-    paths = {"rows": f"--data {request.data}", "labels": f"--data {request.data}", "held_out_rows": f"--data {request.data}"}
-    if request.eval_data is not None:
-        paths["held_out_rows"] = f"--eval-data {request.eval_data}"
-    for name, digest in digests.items():
-        if name in earlier and earlier[name] != digest:
-            raise RequestError(
-                f"{paths[name]} has other rows, labels, images or sounds than the run in {request.output} had ({digest}, and "
-                f"before {earlier[name]}); resume with the data of that run, or start anew in another output directory"
-            )
+def _paths_of(request: TrainRequest) -> dict[str, str]:
+    """Return the paths of the data as a user gave them, by the name of their option."""
+    return {"data": request.data, **({} if request.eval_data is None else {"eval_data": request.eval_data})}
 
 
 def read_settings_of(request: TrainRequest, kind: TaskKind, num_processes: int) -> Settings:
@@ -496,14 +440,15 @@ def _train(
                 f"interrupted after step {step} of {arguments.max_steps}; a checkpoint is saved in {request.output}, continue "
                 "with the same command and --resume"
             )
+        if leads:  # before the evaluation, which may fail
+            save_model(request.output, model, data.preprocessors)
         evaluation = _held_out_numbers(trainer, arguments) if data.evaluation is not None else {}
     evaluation_loss = evaluation.get(LOSS)
     if evaluation_loss is not None and not math.isfinite(evaluation_loss):
-        raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate")
+        raise JobFailed(f"the held-out loss is {evaluation_loss}; use a smaller --learning-rate. {request.output} has the model")
     if not leads:
         return None
-    save_model(request.output, model, data.preprocessors)
-    _write_run_file(request.output, prepared.identity, finished=True)
+    write_run_file(request.output, prepared.identity, finished=True)
     with suppress(OSError):  # it holds checkpoints
         (request.output / CHECKPOINTS).rmdir()
     on_event(Saved(str(request.output), step))
@@ -527,16 +472,17 @@ def _is_larger_better(metric: str, data: TaskData) -> bool:
 def _make_trainer(
     request: TrainRequest, task: TaskModel, settings: Settings, data: TaskData, *, is_planned: bool = True, **arguments: Any
 ) -> TaskTrainer:
-    arguments["loss_is_mean_of"] = data.loss_is_mean_of
-    has_labels = data.loss_is_mean_of == "labels" and task.kind != CHATS
+    arguments["batch_loss"] = data.batch_loss
+    has_labels = data.batch_loss == "mean over labels" and task.kind != CHATS
     if has_labels:
         arguments["ignored_label"] = data.ignored_label
     if settings.is_parallel or task.kind in UNPLANNED or not is_planned:
+        arguments["reason"] = NO_PLAN if is_planned else ""
         trainer: TaskTrainer = UnplannedLabelTrainer(**arguments) if has_labels else UnplannedTrainer(**arguments)
     else:
         planned = {"fixed": settings.fixed, "allow": request.allow, "trial_seconds": request.trial_seconds, **arguments}
         trainer = LabelTrainer(**planned) if has_labels else TaskTrainer(**planned)
-    if data.loss_is_mean_of == "rows":
+    if data.batch_loss != "mean over labels":
         trainer.model_accepts_loss_kwargs = False  # the mean of micro-batches is that of their rows
     if trainer.args.world_size != settings.num_processes:
         raise RequestError(

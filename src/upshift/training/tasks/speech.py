@@ -14,6 +14,7 @@ from upshift.training.data.row_formats import list_columns
 from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.data.special_tokens import UnknownTokens
 from upshift.training.tasks.contents import sound_of
+from upshift.training.tasks.metrics.task_metrics import BatchLoss
 from upshift.training.tasks.metrics.words import speech_metrics
 from upshift.training.tasks.rows import (
     Preprocessors,
@@ -115,7 +116,14 @@ def prepare_speech(inputs: TaskInputs) -> TaskData:
         tries_batch=True,
         collate=reader.collate,
         preprocessors=Preprocessors((reader.extractor, reader.tokenizer)),
-        loss_is_mean_of="labels" if writes else "rows",
+        batch_loss=_batch_loss(inputs.source.hf_config, writes=writes),
         metrics=speech_metrics(reader.tokenizer, writes=writes, longest=longest, limit=reader.limit),
         describe=lambda example: [(f"{example.sound.content} ", False), (example.text, True)],
     )
+
+
+def _batch_loss(config: Any, *, writes: bool) -> BatchLoss:
+    """Return what the loss of a batch is. The config of a CTC head says whether it is the mean of the rows or their sum."""
+    if writes:
+        return "mean over labels"
+    return "sum over rows" if getattr(config, "ctc_loss_reduction", "mean") == "sum" else "mean over rows"

@@ -90,7 +90,7 @@ def prepare_detection(inputs: TaskInputs) -> TaskData:
         preprocessors=Preprocessors((reader.processor,)),
         describe=describe,
         new_head=labels.new_head(inputs.source),
-        loss_is_mean_of="rows",
+        batch_loss="mean over rows",
         metrics=box_metrics(reader.processor),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from upshift.errors import RequestError
@@ -110,9 +110,10 @@ def _media_beside_labels(path: Path) -> list[Path] | None:
         return None
     files = sorted(file for file in path.rglob("*") if not is_hidden(file.relative_to(path)))
     media = [file.relative_to(path) for file in files if modality_of(file) == "image" and file.is_file()]
+    stems = {file.stem for file in media}
     if not all(any(_place(file, folders) for file in media) for folders in (IMAGE_FOLDERS, LABEL_FOLDERS)):
         return None
-    tables = [file for file in files if file.is_file() and holds_table([file])]
+    tables = [file for file in files if holds_table([file]) and not _is_of_one_image(file, stems) and file.is_file()]
     if any(_names_label_images(table) for table in tables):
         return None
     if tables:
@@ -127,13 +128,26 @@ def _names_label_images(table: Path) -> bool:
     Return True for one that cannot be read, so that its reader says why."""
     try:
         rows = rows_of_files((table,), file_kind(table), lambda schema, origin: list(schema.names))
-        place, fields = next(rows, ("", {}))
+        _, fields = next(rows, ("", {}))
     except RequestError:
-        return True
+        return not _holds_no_rows(table)
     if not OF_PARTS.isdisjoint(fields):
         return True
-    row = TaskRow(place, fields, table.parent)
-    return any(name in row.fields for name in IMAGES) and has_named_label_image(row)
+    return any(name in fields for name in IMAGES) and any(names_image(fields.get(name)) for name in LABEL_COLUMNS)
+
+
+def _is_of_one_image(file: Path, stems: Collection[str]) -> bool:
+    """Return whether a file has the name of an image, as tools such as LabelMe write one for each. None is opened."""
+    return file.suffix.lower() == ".json" and file.stem in stems
+
+
+def _holds_no_rows(table: Path) -> bool:
+    """Return whether a JSON file can be read, and has no object for a row, such as a list of the names of classes."""
+    try:
+        value = json.loads(table.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return not isinstance(value[0] if isinstance(value, list) and value else value, dict)
 
 
 def _has_both_folders(path: Path) -> bool:

@@ -110,8 +110,9 @@ def prepare_segmentation(inputs: TaskInputs) -> TaskData:
         describe=lambda example: _describe(example, segmenter),
         new_head=labels.new_head(source),
         label_inputs=("mask_labels", "class_labels") if finds_parts else ("labels",),
-        loss_is_mean_of="rows" if finds_parts else "labels",
+        batch_loss="mean over rows" if finds_parts else "mean over labels",
         ignored_label=IGNORED if finds_parts else ignored,
+        class_names=rules.class_names,
         metrics=pixel_metrics(pixels, len(labels.names)),
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 Predictions = Tensor | tuple[Tensor, ...]  # [rows, ...], of rows of a batch
 Inputs = Mapping[str, Any]
+BatchLoss = Literal["mean over labels", "mean over rows", "sum over rows"]  # what the loss of a batch is
 
 
 @dataclass(frozen=True)

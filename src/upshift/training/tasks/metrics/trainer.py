@@ -13,9 +13,10 @@ from upshift.training.data.rows.token_rows import IGNORED
 from upshift.training.hf_trainer.choose_plan import Choice, plain_plan
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.trainer import Trainer
-from upshift.training.tasks.metrics.held_out_loss import HeldOutLoss, MeanOf
-from upshift.training.tasks.metrics.task_metrics import TaskMetrics
+from upshift.training.tasks.metrics.held_out_loss import HeldOutLoss
+from upshift.training.tasks.metrics.task_metrics import BatchLoss, TaskMetrics
 from upshift.training.tasks.progress import EarlyStopping
+from upshift.training.tasks.ranks import objects_of_own_rows
 
 MICRO_BATCH_FIELD = "per_device_train_batch_size"
 NO_PLAN = (
@@ -27,21 +28,21 @@ NO_PLAN = (
 class TaskTrainer(Trainer):
     """``upshift.Trainer`` whose evaluations measure ``metrics``. None: the loss alone.
 
-    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too. The
-    loss is that of one batch of all rows: ``loss_is_mean_of`` says what a batch's loss is the mean of."""
+    They keep what the metrics need of a batch, and not the model's outputs. Each row counts once, on several ranks, too.
+    ``batch_loss``: what the loss of a batch is, so that the losses of batches become that of one batch of all rows."""
 
     def __init__(
         self,
         *,
         metrics: TaskMetrics | None,
         early_stopping: EarlyStopping | None,
-        loss_is_mean_of: MeanOf = "labels",
+        batch_loss: BatchLoss = "mean over labels",
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments, compute_metrics=None if metrics is None else self._compute_metrics)
         self._metrics = metrics
-        self._loss_is_mean_of = loss_is_mean_of
-        self._held_out_loss = self._no_held_out_loss()
+        self._batch_loss = batch_loss
+        self._held_out_loss = self._empty_held_out_loss()
         self._early_stopping = early_stopping
         if early_stopping is not None:
             self.add_callback(early_stopping)
@@ -63,13 +64,14 @@ class TaskTrainer(Trainer):
         result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         return (result[0].mean(), result[1]) if return_outputs else result.mean()
 
-    def _no_held_out_loss(self) -> HeldOutLoss:
-        return HeldOutLoss(self.args.label_names[0], self._loss_is_mean_of, self.accelerator)
+    def _empty_held_out_loss(self) -> HeldOutLoss:
+        return HeldOutLoss(self.args.label_names[0], self._batch_loss, self.accelerator)
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate as transformers does, but for the mean of the losses."""
-        self._held_out_loss = self._no_held_out_loss()
-        output: Any = super().evaluation_loop(*arguments, **named)
+        self._held_out_loss = self._empty_held_out_loss()
+        with objects_of_own_rows():
+            output: Any = super().evaluation_loop(*arguments, **named)
         output.metrics[f"{named.get('metric_key_prefix', 'eval')}_{LOSS}"] = self._held_out_loss.mean()
         return output
 
@@ -83,8 +85,8 @@ class TaskTrainer(Trainer):
         own = self._held_out_loss.own_rows(of_model)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, of_model, return_outputs=True)
-            own_loss = loss if own is of_model else self.compute_loss(model, own)
-            self._held_out_loss.add(own_loss, own)
+            if own is not None:
+                self._held_out_loss.add(loss if own is of_model else self.compute_loss(model, own), own)
             if self._metrics is None:
                 return loss.detach(), None, None
             predictions = self._metrics.predict(self.model, inputs, outputs)
@@ -103,7 +105,11 @@ class UnplannedTrainer(TaskTrainer):
     """The trainer for batches that are not rows of equal entries. They, and the settings, stay as they are.
 
     The images of a chat take a number of entries of their own in the model's inputs, as do the boxes of an image. A plan cuts
-    batches by rows."""
+    batches by rows. ``reason``: what the user is told of it, or nothing."""
+
+    def __init__(self, *, reason: str = NO_PLAN, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._reason = reason
 
     def _upshift_choose_locally(self, loader: Any) -> tuple[Choice, Split]:
         plan = plain_plan(
@@ -113,7 +119,7 @@ class UnplannedTrainer(TaskTrainer):
             accumulation=self.args.gradient_accumulation_steps,
             num_processes=self.args.world_size,
         )
-        return Choice(plan, NO_PLAN), Split(None)
+        return Choice(plan, self._reason), Split(None)
 
 
 class LabelTrainer(TaskTrainer):
