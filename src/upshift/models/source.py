@@ -305,8 +305,7 @@ def find_model(reference: str | Path) -> ModelSource:
     """Return the source for a local directory, a config.json, a stored ModelSource or a hub id.
 
     Raise RequestError, with the next step, if there is no such model."""
-    if isinstance(reference, Path):
-        reference = str(reference)
+    reference = str(reference) if isinstance(reference, Path) else reference
     if not isinstance(reference, str):
         raise RequestError(f"model {_shorten(str(reference))} is not a text or a path; {MODEL_HELP}")
     path = Path(reference)
@@ -480,9 +479,7 @@ def _with_reward_head(source: ModelSource) -> ModelSource:
 
 
 def source_of_files(source: ModelSource) -> ModelSource:
-    """Return the source of the files in the directory of ``source``: without an adapter, and quantized as they are.
-
-    A new head stays."""
+    """Return the source of the files in the directory of ``source``: quantized as they are, without adapter. A new head stays."""
     if source.adapter is None and source.quantized_from is None:
         return source
     stored = find_model(str(source.directory))
@@ -499,9 +496,7 @@ def _check_not_quantized(source: ModelSource) -> None:
 
 
 def _attach_adapter(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
-    """Put an adapter around a source.
-
-    The weights below it keep the dtype of the config. Quantized weights are dequantized to it."""
+    """Put an adapter around a source. The weights below it keep the config's dtype; quantized ones are dequantized to it."""
     dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
     return source.changed(
         adapter=adapter,

@@ -369,9 +369,7 @@ class Change(NamedTuple):
 def _checked_advice(problem: Problem, kinds: Sequence[Sequence[Change]], numbers_of: Callable[[Problem], str]) -> str:
     """Return the options with which a plan fits, each with its numbers. Name a smaller model if only more devices would do.
 
-    ``kinds``: the changes of each kind, the mildest first: of the adapter, others, of the devices. ``numbers_of``: returns the
-    numbers of the best plan, or raises as ``plan_training``.
-    """
+    ``kinds``: the changes of each kind, the mildest first, devices last. ``numbers_of``: returns those of the best plan."""
 
     def check(*changes: Change) -> str | None:
         changed = problem
@@ -398,10 +396,7 @@ def _checked_advice(problem: Problem, kinds: Sequence[Sequence[Change]], numbers
 
 
 def _changes(problem: Problem, *, described: bool, can_estimate: bool) -> list[list[Change]]:
-    """Return the changes of each kind that may make a plan fit, the mildest first.
-
-    ``can_estimate``: another adapter and another length can be planned without a trace.
-    """
+    """Return the changes of each kind that may make a plan fit. ``can_estimate``: other adapters and lengths need no trace."""
     source, host, workload = problem
     together = workload.rows_together
     is_length_free = can_estimate and workload.lengths is None and not source.images_per_row
