@@ -116,7 +116,8 @@ def test_what_a_program_lacks_is_said_at_once(words: str, message: str, tmp_path
 
 
 def run(folder: Path, *arguments: str) -> None:
-    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config))
     app(["plan", str(folder), "--quick", *arguments], standalone_mode=False)
 
