@@ -211,7 +211,7 @@ def test_the_only_model_is_meant_where_none_is_named(path: str, model: dict[str,
     assert several.status_code == 400 and "model is missing; give one of m, m+" in several.text
 
 
-@pytest.mark.parametrize("path", ["/api/pull", "/v1/moderations", "/v1/conversations", "/v1/messages/batches"])
+@pytest.mark.parametrize("path", ["/v2/nothing", "/v1/moderations", "/v1/conversations", "/v1/messages/batches"])
 def test_an_unknown_address_is_named(path: str) -> None:
     refused = ask(path, Scorer("encode"), input="x")
     assert refused.status_code == 404 and f"no address '{path}'" in refused.json()["error"]["message"]
