@@ -177,7 +177,7 @@ def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(
         record = trained_task("found", short, find_learning_rate=True)
     assert len(models) == 2
     told = capfd.readouterr().err
-    assert told.count("your own settings run") == (make is labels_of_pixels)  # which has no plan; the search tells nothing
+    assert told.count("your own settings run") <= 1  # by a run that has no plan or is too short for one; the search tells nothing
     (answer,) = found
     assert record.details["arguments"]["learning_rate"] == answer.learning_rate
     assert len(answer.rates) == len(answer.losses) <= FEWEST_STEPS and answer.rates[0] == pytest.approx(FIRST_RATE)
