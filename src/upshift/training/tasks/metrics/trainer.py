@@ -65,7 +65,7 @@ class TaskTrainer(Trainer):
         return (result[0].mean(), result[1]) if return_outputs else result.mean()
 
     def _empty_held_out_loss(self) -> HeldOutLoss:
-        return HeldOutLoss(self.args.label_names[0], self._batch_loss, self.accelerator)
+        return HeldOutLoss(self.label_names[0], self._batch_loss, self.accelerator)
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate as transformers does, but for the mean of the losses."""
