@@ -184,7 +184,7 @@ def test_gradients_pass_through_frozen_weights_that_are_read_again(folder: Folde
         assert torch.equal(input_gradient(ours), input_gradient(theirs))
     assert reader.peak_bytes <= reader.budget
     forward = sum(group.nbytes for group in reader.groups)
-    assert reader.bytes_read >= 1.5 * 3 * forward  # not kept: each pass reads them forward and again backward
+    assert reader.bytes_read >= 1.25 * 3 * forward  # not kept: each pass reads them forward, and most of them again backward
 
 
 def test_weights_on_the_disk_cannot_be_trained(folder: Folder) -> None:

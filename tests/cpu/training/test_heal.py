@@ -12,7 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from test_train import home  # noqa: F401
+from test_train import (
+    command_of,
+    home,  # noqa: F401
+)
 from warm_processes import WarmProcesses
 
 from upshift.errors import Interrupted, JobFailed, RequestError
@@ -32,9 +35,13 @@ HELD_BACK_SECONDS, START_SECONDS = 12.0, 60.0
 
 
 def processes(warm: WarmProcesses) -> dict[int, int]:
-    """Return the copies that run now: number -> pid. Each is the child of a fork server of its own; these start in turn."""
-    servers = [process.pid for process in warm.running() if process.args[-1] == WORKER]
-    found = enumerate(psutil.Process(pid).children() for pid in servers)
+    """Return the copies that run now: number -> pid. Each is the child of a fork server of its own; these start in turn.
+
+    A fork server is a new process if an earlier test left other variables than those with which ``warm`` began."""
+    forked = [process.pid for process in warm.running() if process.args[-1] == WORKER]
+    others = [child for child in psutil.Process().children() if command_of(child)[-1:] == [WORKER]]
+    started = [child.pid for child in sorted(others, key=lambda child: (child.create_time(), child.pid))]
+    found = enumerate(psutil.Process(pid).children() for pid in forked or started)
     return {number: children[0].pid for number, children in found if children}
 
 
