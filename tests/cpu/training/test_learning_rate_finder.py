@@ -177,7 +177,8 @@ def test_a_task_with_a_found_rate_is_that_of_the_same_rate_given(
         record = trained_task("found", short, find_learning_rate=True)
     assert len(models) == 2
     told = capfd.readouterr().err
-    assert told.count("your own settings run") <= 1  # by a run that has no plan or is too short for one; the search tells nothing
+    # The search tells nothing. The run tells it where it has no plan, or, on a fast machine, where it is too short for one.
+    assert told.count("your own settings run") in ((1,) if make is labels_of_pixels else (0, 1))
     (answer,) = found
     assert record.details["arguments"]["learning_rate"] == answer.learning_rate
     assert len(answer.rates) == len(answer.losses) <= FEWEST_STEPS and answer.rates[0] == pytest.approx(FIRST_RATE)
